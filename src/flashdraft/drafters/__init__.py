@@ -1,0 +1,110 @@
+"""What proposes tokens: the protocol, plain decoding as the drafter that proposes none, the table.
+
+A drafter is told about every committed token (`observe`) and asked for a draft once a round
+(`propose`). It never holds the target, only its embedding and head. A new method is one file here
+and one line in `DRAFTERS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from ..sampling import RowSampler
+from ..types import Commit, Draft, FlashdraftError
+from .ngram import NGramDrafter
+
+if TYPE_CHECKING:
+    from ..target import Target
+
+
+class Drafter(Protocol):
+    """The seam between engine and method. `state` is the drafter's own, one per engine.
+
+    A row's context is all its committed tokens but the last, the anchor.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        """Target layers whose features `observe` needs; empty for none."""
+        ...
+
+    @property
+    def max_draft_tokens(self) -> int: ...
+
+    def open(self, rows: int, capacity: int) -> Any:
+        """State for `rows` requests at a time of up to `capacity` tokens each."""
+        ...
+
+    def reset(self, state: Any, row: int, num_context: int, token: int) -> None:
+        """The row goes on from its first `num_context` tokens with `token` (0: a new sequence)."""
+        ...
+
+    def observe(self, state: Any, commit: Commit) -> None:
+        """These tokens are final."""
+        ...
+
+    def propose(self, state: Any, rows: Sequence[int], samplers: Sequence[RowSampler], limits: Sequence[int]) -> Draft:
+        """At most `limits[b]` tokens for `rows[b]`, which `samplers[b]` picks tokens for."""
+        ...
+
+
+class NoDrafter:
+    """Plain decoding: the same engine, cache and attention path, and no draft."""
+
+    name = "none"
+    target_layer_ids: tuple[int, ...] = ()
+    max_draft_tokens = 0
+
+    def open(self, rows: int, capacity: int) -> None:
+        return None
+
+    def reset(self, state: None, row: int, num_context: int, token: int) -> None:
+        pass
+
+    def observe(self, state: None, commit: Commit) -> None:
+        pass
+
+    def propose(self, state: None, rows: Sequence[int], samplers: Sequence[RowSampler], limits: Sequence[int]) -> Draft:
+        return Draft(torch.zeros(len(rows), 0, dtype=torch.int64), (0,) * len(rows), probs_NV=(None,) * len(rows))
+
+
+def _no_drafter(target: Target, draft: str | Path | None, block_size: int | None) -> Drafter:
+    return NoDrafter()
+
+
+def _ngram(target: Target, draft: str | Path | None, block_size: int | None) -> Drafter:
+    return NGramDrafter() if block_size is None else NGramDrafter(block_size)
+
+
+def _dflash(target: Target, draft: str | Path | None, block_size: int | None) -> Drafter:
+    from .dflash import DFlashDrafter
+
+    if draft is None:
+        raise FlashdraftError("the drafter dflash needs a trained draft; name its folder with --draft.")
+    return DFlashDrafter.load(draft, target, block_size)
+
+
+DRAFTERS: dict[str, Callable[[Target, str | Path | None, int | None], Drafter]] = {
+    "none": _no_drafter,
+    "ngram": _ngram,
+    "dflash": _dflash,
+}
+
+
+def make_drafter(
+    target: Target, name: str | None = None, draft: str | Path | None = None, block_size: int | None = None
+) -> Drafter:
+    """A drafter by name. Without one: dflash if a draft is given, else plain decoding."""
+    name = name or ("dflash" if draft is not None else "none")
+    if name not in DRAFTERS:
+        raise FlashdraftError(f"no drafter is called {name!r}; expected one of {', '.join(DRAFTERS)}.")
+    if draft is not None and name in ("none", "ngram"):
+        raise FlashdraftError(f"the drafter {name} takes no draft, but {str(draft)!r} was given; use --drafter dflash.")
+    return DRAFTERS[name](target, draft, block_size)

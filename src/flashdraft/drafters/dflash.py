@@ -1,0 +1,242 @@
+"""DFlash (arXiv 2602.06036): a block-diffusion network that fills a block of MASKs in one pass.
+
+The block is [anchor, MASK x (B - 1)], bidirectional inside. What it knows of the context are the
+target's own states: features of several target layers, compressed by `fc` and a norm, become keys
+and values in every draft layer through that layer's k/v projections (KV injection). Queries, output
+projection and MLP see the block only; embedding and head are the target's.
+
+The context's keys and values depend on nothing but the features, so they are projected once, when
+tokens are committed, and kept; the block's own are written behind them for one pass and dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from .. import checkpoint
+from ..attention import AttentionPlan
+from ..cache import KVCache
+from ..checkpoint import DraftConfig
+from ..sampling import DRAFT, RowSampler, gumbel_noise
+from ..types import Commit, Draft, FlashdraftError
+from .layers import RMSNorm, RotaryEmbedding, SwiGLU, rotate
+
+if TYPE_CHECKING:
+    from ..target import Target
+
+# attend(layer, q, k, v) -> [B, T, heads, d]: attention over the context's and the block's keys
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class DFlashAttention(nn.Module):
+    """Grouped-query attention with normed queries and keys (Qwen3 style)."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        hidden, dim, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.head_dim = dim
+        self.q_proj = nn.Linear(hidden, config.num_heads * dim, bias=bias)
+        self.k_proj = nn.Linear(hidden, config.num_kv_heads * dim, bias=bias)
+        self.v_proj = nn.Linear(hidden, config.num_kv_heads * dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_heads * dim, hidden, bias=bias)
+        self.q_norm = RMSNorm(dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(dim, config.rms_norm_eps)
+
+    def keys_values(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [..., kv heads, d] of states x [..., D]: context and block alike."""
+        k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))
+        return rotate(k, cos, sin), self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+
+    def queries(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), cos, sin)
+
+
+class DFlashLayer(nn.Module):
+    """Pre-norm transformer layer; only its attention sees anything outside the block."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.self_attn = DFlashAttention(config)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, x_BTD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, index: int, attend: Attend
+    ) -> torch.Tensor:
+        normed = self.input_layernorm(x_BTD)
+        k, v = self.self_attn.keys_values(normed, cos, sin)
+        q = self.self_attn.queries(normed, cos, sin)
+        seen = attend(index, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        x_BTD = x_BTD + self.self_attn.o_proj(seen.flatten(2))
+        out: torch.Tensor = x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+        return out
+
+
+class DFlashNetwork(nn.Module):
+    """The draft network. Training and decoding call these same two methods."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.config = config
+        hidden = config.hidden_size
+        self.fc = nn.Linear(len(config.target_layer_ids) * hidden, hidden, bias=False)
+        self.hidden_norm = RMSNorm(hidden, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DFlashLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(hidden, config.rms_norm_eps)
+        self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_context)
+
+    def project_context(
+        self, features_CF: torch.Tensor, positions_C: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values [C, kv heads, d] of context features, for every layer (KV injection)."""
+        context = self.hidden_norm(self.fc(features_CF))
+        cos, sin = self._table(positions_C, context.dtype)
+        return [layer.self_attn.keys_values(context, cos, sin) for layer in self.layers]  # type: ignore[operator, union-attr]
+
+    def forward(self, embeds_BTD: torch.Tensor, positions_BT: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """Final states [B, T, D] of blocks given as embeddings of [anchor, MASK, MASK, ...]."""
+        cos, sin = self._table(positions_BT, embeds_BTD.dtype)
+        x = embeds_BTD
+        for index, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, index, attend)
+        out: torch.Tensor = self.norm(x)
+        return out
+
+    def shape_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """The head's logits with the multiplier and soft cap some published drafts have."""
+        if self.config.output_multiplier != 1:
+            logits = logits * self.config.output_multiplier
+        if self.config.softcap is not None:
+            logits = torch.tanh(logits / self.config.softcap) * self.config.softcap
+        return logits
+
+    def _table(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = self.rotary.table(positions, dtype)
+        return cos.unsqueeze(-2), sin.unsqueeze(-2)  # one table for all heads
+
+
+class DFlashState:
+    """Draft caches of an engine's rows: context keys/values, and the anchor of each row."""
+
+    def __init__(self, rows: int, capacity: int, block_size: int) -> None:
+        self.cache = KVCache(rows, capacity + block_size)
+        self.anchors = [0] * rows
+
+
+class DFlashDrafter:
+    """Drafts with a DFlash network: one pass a round, `block_size - 1` tokens.
+
+    Args:
+        network: in the target's dtype, on its device.
+        target: its embedding and head are borrowed; the model is not called.
+        block_size: None takes the network's; others work, with fewer accepted tokens.
+    """
+
+    name = "dflash"
+
+    def __init__(self, network: DFlashNetwork, target: Target, block_size: int | None = None) -> None:
+        checkpoint.check_against(network.config, target)
+        size = block_size if block_size is not None else network.config.block_size
+        if size < 1:
+            raise FlashdraftError(f"block_size is {size}; expected at least 1 (it counts the anchor).")
+        self.network = network.eval().requires_grad_(False)
+        self.block_size = size
+        self.max_draft_tokens = size - 1
+        self.target_layer_ids = network.config.target_layer_ids if size > 1 else ()
+        self._embed, self._head = target.embed, target.head
+        self._num_tokens = target.num_tokens
+        self._device = target.device
+
+    @classmethod
+    def load(cls, folder: str | Path, target: Target, block_size: int | None = None) -> DFlashDrafter:
+        """From a draft folder (checkpoint.py). Raises FlashdraftError if it does not fit the target."""
+        config, weights = checkpoint.read(folder)
+        checkpoint.check_against(config, target, str(folder))
+        with torch.device("meta"):
+            network = DFlashNetwork(config)
+        network.load_state_dict(weights, strict=True, assign=True)
+        network.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_context)
+        return cls(network.to(device=target.device, dtype=target.dtype), target, block_size)
+
+    def open(self, rows: int, capacity: int) -> DFlashState:
+        return DFlashState(rows, capacity, self.block_size)
+
+    def reset(self, state: DFlashState, row: int, num_context: int, token: int) -> None:
+        state.cache.roll_back(row, num_context)
+        state.anchors[row] = token
+
+    @torch.inference_mode()
+    def observe(self, state: DFlashState, commit: Commit) -> None:
+        counts = [len(tokens) for tokens in commit.tokens]
+        for row, tokens in zip(commit.rows, commit.tokens, strict=True):
+            if tokens:
+                state.anchors[row] = tokens[-1]
+        if commit.features_CF is None or not sum(counts):
+            return
+        positions = torch.cat(
+            [
+                torch.arange(state.cache.lengths[row], state.cache.lengths[row] + count)
+                for row, count in zip(commit.rows, counts, strict=True)
+            ]
+        ).to(self._device)
+        for index, (k, v) in enumerate(self.network.project_context(commit.features_CF, positions)):
+            state.cache.write_flat(index, commit.rows, counts, k, v)
+        for row, count in zip(commit.rows, counts, strict=True):
+            state.cache.keep(row, count)
+
+    @torch.inference_mode()
+    def propose(
+        self, state: DFlashState, rows: Sequence[int], samplers: Sequence[RowSampler], limits: Sequence[int]
+    ) -> Draft:
+        lengths = tuple(min(self.max_draft_tokens, limit) for limit in limits)
+        width = max(lengths)
+        if width == 0:
+            return Draft(torch.zeros(len(rows), 0, dtype=torch.int64, device=self._device), lengths)
+        logits_BNV = self._block_logits(state, rows, lengths)
+        tokens_BN = torch.zeros(len(rows), width, dtype=torch.int64, device=self._device)
+        probs: list[torch.Tensor | None] = []
+        for b, (sampler, length) in enumerate(zip(samplers, lengths, strict=True)):
+            tokens, draft_probs = draw(sampler, logits_BNV[b, :length])
+            tokens_BN[b, :length] = tokens
+            probs.append(draft_probs)
+        return Draft(tokens_BN, lengths, probs_NV=tuple(probs))
+
+    def _block_logits(self, state: DFlashState, rows: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+        """Logits [B, N, V] of the masked slots, from one pass over all rows' blocks."""
+        config = self.network.config
+        width = max(lengths) + 1
+        tokens = torch.full((len(rows), width), config.mask_token_id, dtype=torch.int64)
+        tokens[:, 0] = torch.tensor([state.anchors[row] for row in rows])
+        plan = AttentionPlan(state.cache, rows, width, [length + 1 for length in lengths])
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return plan.attend(layer, q, k, v, causal=config.causal[layer], window=config.windows[layer])
+
+        embeds = self._embed(tokens.to(self._device)) * config.embedding_scale
+        hidden = self.network(embeds, plan.positions(self._device), attend)
+        logits = self.network.shape_logits(self._head(hidden[:, 1:]))
+        # ids above the tokenizer's are padding of the table (the mask token is often one): no draft
+        logits[..., self._num_tokens :] = -torch.inf
+        return logits
+
+
+def draw(sampler: RowSampler, logits_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Drafted tokens [N] for a request, and the distributions they were drawn from if it needs them.
+
+    Greedy and coupled requests draft with the target's own rule and noise, which is what makes them
+    agree most. Rejection needs draws that are independent of the acceptance that follows.
+    """
+    if sampler.greedy or sampler.params.acceptance == "coupled" or not len(logits_NV):
+        return sampler.choose(logits_NV), None
+    scores = sampler.scores(logits_NV)
+    noise = [
+        gumbel_noise(sampler.seed, sampler.next_position + n, scores.shape[-1], scores.device, stream=DRAFT)
+        for n in range(len(scores))
+    ]
+    return (scores + torch.stack(noise)).argmax(-1), scores.softmax(-1)

@@ -1,0 +1,156 @@
+"""One round: propose, verify in one pass, commit. Plain decoding is the round without a draft.
+
+A session owns the target's cache, the drafter's state and the committed tokens of its rows. It
+picks no request and cuts no answer: the engine does, between `verify` and `commit`.
+
+Invariant of every row between calls: the target's cache and the drafter's context hold all
+committed tokens but the last, the anchor.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .drafters import Drafter
+from .sampling import ACCEPT, RESIDUAL, RowSampler, uniform
+from .target import Target, padded_width
+from .types import Commit, Draft, TargetOutput, Verdict
+from .verify import accept_matching, accept_rejection
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A row's verified tokens, not yet final: the accepted ones and the bonus token last.
+
+    logits_TV: the target's logits each of them was picked from (T = len(tokens)).
+    """
+
+    tokens: tuple[int, ...]
+    num_drafted: int
+    logits_TV: torch.Tensor
+
+
+class Session:
+    """Rows of a batch that advance together, each by its own number of tokens.
+
+    Args:
+        context: committed tokens a row can hold.
+        prefill_chunk: prompt tokens in one pass.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter, rows: int, context: int, prefill_chunk: int = 512) -> None:
+        slack = max(64, drafter.max_draft_tokens + 1)
+        self.target = target
+        self.drafter = drafter
+        self.cache = target.new_cache(rows, context, slack)
+        self.state = drafter.open(rows, context)
+        self.tokens: list[list[int]] = [[] for _ in range(rows)]
+        self.samplers: list[RowSampler | None] = [None] * rows
+        self.draft_seconds = self.verify_seconds = 0.0
+        self._chunk = prefill_chunk
+        self._verified: tuple[tuple[int, ...], torch.Tensor | None] = ((), None)
+
+    def prefill(self, row: int, prompt: Sequence[int], sampler: RowSampler, reuse: int = 0) -> Proposal:
+        """Commit a prompt, behind the row's first `reuse` tokens which it shares, and propose the
+        target's first token (committed too: a round has to have an anchor)."""
+        assert 0 <= reuse < len(prompt) and prompt[:reuse] == self.tokens[row][:reuse]
+        self.cache.roll_back(row, reuse)
+        self.drafter.reset(self.state, row, reuse, prompt[reuse])
+        self.samplers[row] = sampler
+        layer_ids = self.drafter.target_layer_ids
+        for start in range(reuse, len(prompt), self._chunk):
+            chunk = list(prompt[start : start + self._chunk])
+            end = start + len(chunk)
+            final = end == len(prompt)
+            out = self._prefill_pass(row, chunk, len(chunk) - 1 if final else slice(0, 0), layer_ids)
+            self.cache.keep(row, len(chunk))
+            first = self._pick(sampler, out.logits_BTV[0], ()).bonus if final else prompt[end]
+            self._observe_chunk(row, (*prompt[start + 1 : end], first), out)
+        sampler.commit([first])
+        self.tokens[row] = [*prompt, first]
+        return Proposal((first,), 0, out.logits_BTV[0])
+
+    def _prefill_pass(self, row: int, chunk: list[int], keep: int | slice, layer_ids: Sequence[int]) -> TargetOutput:
+        padding = [0] * (padded_width(len(chunk), self.target.dtype) - len(chunk))
+        ids = torch.tensor([chunk + padding], dtype=torch.int64, device=self.target.device)
+        return self.target.forward(ids, self.cache, [row], valid=[len(chunk)], keep=keep, layer_ids=layer_ids)
+
+    def _observe_chunk(self, row: int, tokens: tuple[int, ...], out: TargetOutput) -> None:
+        features = out.features_BTF[0, : len(tokens)] if out.features_BTF is not None else None
+        self.drafter.observe(self.state, Commit((row,), (tokens,), features))
+
+    def verify(self, rows: Sequence[int], limits: Sequence[int]) -> list[Proposal]:
+        """One round for `rows`: a draft of at most limits[i] tokens each, checked in one pass."""
+        samplers = self._samplers_of(rows)
+        began = self._now()
+        draft = self.drafter.propose(self.state, rows, samplers, limits)
+        drafted = [tokens[:n] for tokens, n in zip(draft.tokens_BN.tolist(), draft.lengths_B, strict=True)]
+        proposed = self._now()
+        anchors = torch.tensor([[self.tokens[row][-1]] for row in rows], device=self.target.device)
+        tokens_BT = torch.cat([anchors, draft.tokens_BN.to(self.target.device)], dim=1)
+        valid = [1 + len(tokens) for tokens in drafted]
+        out = self.target.forward(tokens_BT, self.cache, rows, valid=valid, layer_ids=self.drafter.target_layer_ids)
+        proposals = self._judge(out.logits_BTV, draft, drafted, samplers)
+        self._verified = (tuple(rows), out.features_BTF)
+        self.draft_seconds += proposed - began
+        self.verify_seconds += self._now() - proposed
+        return proposals
+
+    def _judge(
+        self, logits_BTV: torch.Tensor, draft: Draft, drafted: list[list[int]], samplers: Sequence[RowSampler]
+    ) -> list[Proposal]:
+        proposals = []
+        for b, (sampler, tokens) in enumerate(zip(samplers, drafted, strict=True)):
+            logits_TV = logits_BTV[b, : len(tokens) + 1]
+            probs = draft.probs_NV[b] if draft.probs_NV else None
+            verdict = self._pick(sampler, logits_TV, tokens, probs)
+            kept = (*(tokens[n] for n in verdict.path), verdict.bonus)
+            proposals.append(Proposal(kept, len(tokens), logits_TV[: len(kept)]))
+        return proposals
+
+    def _pick(
+        self, sampler: RowSampler, logits_TV: torch.Tensor, drafted: Sequence[int], probs: torch.Tensor | None = None
+    ) -> Verdict:
+        """What the target keeps of a draft, by the request's own acceptance rule."""
+        if sampler.greedy or sampler.params.acceptance == "coupled":
+            return accept_matching(drafted, sampler.choose(logits_TV, drafted).tolist())
+        position = sampler.next_position
+        slots = range(position, position + len(drafted) + 1)
+        return accept_rejection(
+            drafted,
+            sampler.scores(logits_TV, drafted).softmax(-1),
+            probs,
+            [uniform(sampler.seed, t, ACCEPT) for t in slots[:-1]],
+            [uniform(sampler.seed, t, RESIDUAL) for t in slots],
+        )
+
+    def commit(self, kept: Sequence[Sequence[int]]) -> None:
+        """Make the first tokens of the last proposals final: kept[i] for the i-th row of `verify`.
+
+        The only place where a round changes state: caches, samplers, the drafter.
+        """
+        rows, features_BTF = self._verified
+        for row, sampler, tokens in zip(rows, self._samplers_of(rows), kept, strict=True):
+            self.cache.keep(row, len(tokens))
+            self.tokens[row].extend(tokens)
+            sampler.commit(tokens)
+        features = None
+        if features_BTF is not None:
+            features = torch.cat([features_BTF[b, : len(tokens)] for b, tokens in enumerate(kept)])
+        began = self._now()
+        self.drafter.observe(self.state, Commit(rows, tuple(map(tuple, kept)), features))
+        self.draft_seconds += self._now() - began
+        self._verified = ((), None)
+
+    def _samplers_of(self, rows: Sequence[int]) -> list[RowSampler]:
+        samplers = [self.samplers[row] for row in rows]
+        return [sampler for sampler in samplers if sampler is not None]
+
+    def _now(self) -> float:
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
+        return time.perf_counter()

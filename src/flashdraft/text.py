@@ -1,0 +1,117 @@
+"""Between text and token ids: prompts through the chat template, answers through a text stream.
+
+The stream decodes token by token, never emits half a character, and holds text back while it could
+still turn into a stop string. Its pieces concatenate to the answer's text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from .types import FlashdraftError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# What decoders put for bytes that are no complete character.
+_INCOMPLETE = "\ufffd"
+
+
+class TextStream:
+    """Text of one answer as its tokens arrive.
+
+    Args:
+        tokenizer: None gives no text at all (a model used with token ids only).
+        stop: strings that end the answer; they are not part of its text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str] = ()) -> None:
+        if stop and tokenizer is None:
+            raise FlashdraftError("stop strings need a tokenizer, and this target has none; use stop_token_ids.")
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._ids: list[int] = []
+        # ids from here are decoded together: some decoders treat the first token differently
+        self._window = 0
+        self._shown = 0
+        self._held = ""
+
+    def push(self, token: int, armed: bool = True) -> tuple[str, bool]:
+        """(text that became visible, whether a stop string is complete). `armed` False ignores
+        stop strings, as before the minimum length."""
+        new = self._decode(token)
+        if not self._stop or not armed:
+            text, self._held = self._held + new, ""
+            return text, False
+        pending = self._held + new
+        ends = [at for at in (pending.find(stop) for stop in self._stop) if at >= 0]
+        if ends:
+            self._held = ""
+            return pending[: min(ends)], True
+        keep = max((_overlap(pending, stop) for stop in self._stop), default=0)
+        cut = len(pending) - keep
+        self._held = pending[cut:]
+        return pending[:cut], False
+
+    def flush(self) -> str:
+        """What was held back, at the end of an answer that no stop string ended."""
+        rest = ""
+        if self._tokenizer is not None and self._shown < len(self._ids):
+            rest = self._text(len(self._ids))[len(self._text(self._shown)) :]
+            self._shown = len(self._ids)
+        text, self._held = self._held + rest, ""
+        return text
+
+    def _decode(self, token: int) -> str:
+        if self._tokenizer is None:
+            return ""
+        self._ids.append(token)
+        before, now = self._text(self._shown), self._text(len(self._ids))
+        if now.endswith(_INCOMPLETE):
+            return ""
+        self._window, self._shown = self._shown, len(self._ids)
+        return now[len(before) :]
+
+    def _text(self, end: int) -> str:
+        assert self._tokenizer is not None
+        ids = self._ids[self._window : end]
+        text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `stop`."""
+    for size in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0
+
+
+Message = Mapping[str, str]
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase | None, text: str) -> list[int]:
+    """Token ids of raw text, with whatever the tokenizer puts in front by itself."""
+    if tokenizer is None:
+        raise FlashdraftError("this target has no tokenizer; give token ids.")
+    ids = list(tokenizer(text)["input_ids"])
+    if not ids and tokenizer.bos_token_id is not None:
+        ids = [tokenizer.bos_token_id]
+    if not ids:
+        raise FlashdraftError("the prompt is empty; give at least one character.")
+    return ids
+
+
+def encode_chat(tokenizer: PreTrainedTokenizerBase | None, messages: Sequence[Message]) -> list[int]:
+    """Token ids of a conversation through the model's chat template, open for the assistant."""
+    if tokenizer is None:
+        raise FlashdraftError("this target has no tokenizer; give token ids.")
+    if not tokenizer.chat_template:
+        raise FlashdraftError("this target has no chat template; use --raw for plain continuation.")
+    try:
+        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # templates raise what they like
+        raise FlashdraftError(f"the chat template refuses this conversation: {error}") from error
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
