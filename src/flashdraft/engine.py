@@ -189,7 +189,8 @@ class Engine:
         proposals = self.session.verify(rows, [self._room(answer) - 1 for answer in answers])
         kept = []
         for answer, proposal in zip(answers, proposals, strict=True):
-            origins: tuple[Origin, ...] = ("draft",) * (len(proposal.tokens) - 1) + ("bonus",)
+            origins: list[Origin] = ["draft" for _ in proposal.tokens]
+            origins[-1] = "bonus"
             tokens = self._take(answer, proposal, origins)
             accepted = sum(token.origin == "draft" for token in tokens)
             answer.rounds.append(Round(proposal.num_drafted, accepted, len(tokens)))

@@ -113,7 +113,7 @@ def dequantised(gguf: Path) -> Path:
     try:
         _convert(gguf, work)
         shutil.rmtree(folder, ignore_errors=True)
-        os.replace(work, folder)
+        work.replace(folder)
     except OSError:
         if not _intact(folder):  # another process may have been faster; else it is a real error
             raise

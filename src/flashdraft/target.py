@@ -104,6 +104,8 @@ class Target:
         embeddings = model.get_input_embeddings()
         if not isinstance(embeddings, nn.Embedding):
             raise FlashdraftError(f"{name} has no token embedding table; expected a decoder-only causal LM.")
+        self.device: torch.device = embeddings.weight.device
+        self.dtype: torch.dtype = embeddings.weight.dtype
         self.vocab_size = int(embeddings.num_embeddings)
         self.hidden_size = int(embeddings.embedding_dim)
         self.num_tokens = min(len(tokenizer), self.vocab_size) if tokenizer is not None else self.vocab_size
@@ -134,14 +136,6 @@ class Target:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.dtype
 
     def new_cache(self, rows: int, context: int, slack: int = 64) -> KVCache:
         """A cache for sequences of `context` tokens; `slack` slots more take padding of a pass."""
@@ -233,7 +227,7 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
 def fast_bf16(device: torch.device) -> bool:
     """Whether products in bfloat16 run in hardware there."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device.type != "cpu":
         return False
     probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")

@@ -168,7 +168,8 @@ class DFlashDrafter:
         return DFlashState(rows, capacity, self.block_size)
 
     def reset(self, state: DFlashState, row: int, num_context: int, token: int) -> None:
-        state.cache.roll_back(row, num_context)
+        if self.target_layer_ids:  # a block of 1 drafts nothing, taps nothing and keeps no context
+            state.cache.roll_back(row, num_context)
         state.anchors[row] = token
 
     @torch.inference_mode()

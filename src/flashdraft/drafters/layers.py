@@ -113,7 +113,7 @@ class RotaryEmbedding(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> RotaryEmbedding:
         """Angles of long contexts need fp32: `.to(bfloat16)` moves the table but keeps its type."""
         kept = self.inv_freq
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.inv_freq = kept.to(self.inv_freq.device)
         return self
 
