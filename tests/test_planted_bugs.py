@@ -1,0 +1,265 @@
+"""Would the suite notice? Each bug is planted in a copy of the package, and a test must fail.
+
+A bug is one exact replacement in one file. The copy is imported instead of the real package by a
+pytest run of its own, so nothing here can leak into other tests. Exit code 1 is "tests failed";
+a copy that does not even import (2 and up) proves nothing and counts as a broken bug.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+SOURCE = TESTS.parent / "src" / "flashdraft"
+LOSSLESS = "test_lossless.py"
+
+
+@dataclass(frozen=True)
+class Bug:
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str = LOSSLESS
+    select: str = "llama and float64"
+
+
+BUGS = [
+    Bug(
+        "bonus token off by one",
+        "verify.py",
+        "return Verdict(tuple(path), own_tokens[len(path)])",
+        "return Verdict(tuple(path), own_tokens[max(len(path) - 1, 0)])",
+    ),
+    Bug(
+        "one refused token is kept",
+        "verify.py",
+        "while len(path) < len(draft) and draft[len(path)] == own_tokens[len(path)]:",
+        "while len(path) < len(draft) and (not path or draft[len(path)] == own_tokens[len(path)]):",
+    ),
+    Bug(
+        "stale cache: the whole block stays",
+        "session.py",
+        "            self.cache.keep(row, len(tokens))\n            self.tokens",
+        "            self.cache.keep(row, len(self._blocks[row]))\n            self.tokens",
+    ),
+    Bug(
+        "no residual after a refusal",
+        "verify.py",
+        "rest = (p - draft_probs_V.double()).clamp_(min=0)",
+        "rest = p.clone()",
+        "test_verify.py",
+        "",
+    ),
+    Bug(
+        "acceptance without the draft's probability",
+        "verify.py",
+        "if accept_uniforms[n] * q >= p:",
+        "if accept_uniforms[n] >= p:",
+        "test_verify.py",
+        "",
+    ),
+    Bug(
+        "positions shifted in a verify pass",
+        "attention.py",
+        "return starts[:, None] + torch.arange(self.num_tokens, dtype=torch.int64, device=device)",
+        "return starts[:, None] + (self.num_tokens > 1) + torch.arange(self.num_tokens, device=device)",
+    ),
+    Bug(
+        "all rows are at the first row's position",
+        "attention.py",
+        "self.starts = [cache.lengths[row] for row in rows]",
+        "self.starts = [cache.lengths[rows[0]] for row in rows]",
+    ),
+    Bug(
+        "end of text inside a block is ignored",
+        "engine.py",
+        "if token in answer.stop_ids:",
+        "if token in answer.stop_ids and count % 3:",
+        "test_faults_decoding.py",
+        "d1 or D1",
+    ),
+    Bug(
+        "penalties count rejected tokens",
+        "session.py",
+        "            sampler.commit(tokens)\n        features",
+        "            sampler.commit([*tokens, *self._blocks[row][len(tokens) :]])\n        features",
+        LOSSLESS,
+        "llama and float64 and penalties",
+    ),
+    Bug(
+        "penalties do not see the draft before a slot",
+        "sampling.py",
+        "counts[t + 1 :, token] += 1",
+        "pass",
+        LOSSLESS,
+        "llama and float64 and penalties",
+    ),
+    Bug(
+        "noise of a position is used again",
+        "sampling.py",
+        "return _mix((key + _GOLDEN * (position + 1)) & _MASK64)",
+        "return _mix((key + _GOLDEN * (position // 2 + 1)) & _MASK64)",
+        "test_sampling.py",
+        "",
+    ),
+    Bug(
+        "noise depends on the slot, not on the position",
+        "sampling.py",
+        "scores[t] += self.noise(self.next_position + t)",
+        "scores[t] += self.noise(t)",
+        LOSSLESS,
+        "llama and float64 and coupled",
+    ),
+    Bug(
+        "wrong layer tapped",
+        "target.py",
+        "self.layers[i].register_forward_hook(hook(i))",
+        "self.layers[i - 1].register_forward_hook(hook(i))",
+        "test_targets.py",
+        "t10 or T10 or feature",
+    ),
+    Bug(
+        "a token sees the one after it",
+        "attention.py",
+        "seen = seen & (slot <= query)",
+        "seen = seen & (slot <= query + 1)",
+    ),
+    Bug(
+        "windows are ignored",
+        "attention.py",
+        "seen = seen & (query - slot < window) & (slot - query < window)",
+        "pass",
+        "test_attention.py",
+        "",
+    ),
+    Bug(
+        "padding of a shorter draft is seen",
+        "attention.py",
+        "seen = slot < starts + valid",
+        "seen = slot < starts + self.num_tokens",
+        "test_dflash.py",
+        "",
+    ),
+    Bug(
+        "tapping the last layer is allowed",
+        "checkpoint.py",
+        "    if last in ids:\n",
+        "    if last in ids and False:\n",
+        "test_checkpoint.py",
+        "",
+    ),
+    Bug(
+        "the draft's own block stays in its cache",
+        "drafters/dflash.py",
+        "        logits[..., self._num_tokens :] = -torch.inf\n",
+        "        logits[..., self._num_tokens :] = -torch.inf\n"
+        "        for row, length in zip(rows, lengths, strict=True):\n"
+        "            state.cache.keep(row, length + 1)\n",
+        "test_dflash.py",
+        "",
+    ),
+    Bug(
+        "context features one position late",
+        "drafters/dflash.py",
+        "torch.arange(state.cache.lengths[row], state.cache.lengths[row] + count)",
+        "torch.arange(state.cache.lengths[row], state.cache.lengths[row] + count) + 1",
+        "test_parity.py test_dflash.py",
+        "",
+    ),
+    Bug(
+        "minimum length holds for the first slot only",
+        "sampling.py",
+        "for t in range(min(len(scores), self.params.min_tokens - self.num_generated)):",
+        "for t in range(min(1, self.params.min_tokens - self.num_generated)):",
+        "test_faults_decoding.py test_engine.py test_sampling.py",
+        "",
+    ),
+    Bug(
+        "the nucleus loses its last token",
+        "sampling.py",
+        "last = int((mass < p).sum().clamp(max=row.shape[0] - 1))",
+        "last = int((mass < p).sum().sub(1).clamp(min=0))",
+        "test_sampling.py",
+        "",
+    ),
+    Bug(
+        "a reused prefix is one token too long",
+        "engine.py",
+        "limit = min(len(stale) - 1, len(prompt) - 1)",
+        "limit = min(len(stale), len(prompt) - 1)",
+        "test_engine.py",
+        "",
+    ),
+    Bug(
+        "stop strings are not held back",
+        "text.py",
+        "keep = max((_overlap(pending, stop) for stop in self._stop), default=0)",
+        "keep = 0",
+        "test_text.py",
+        "",
+    ),
+    Bug(
+        "logprobs after temperature",
+        "engine.py",
+        "logprobs = logits_V.float().log_softmax(-1)",
+        "logprobs = (logits_V.float() / 0.7).log_softmax(-1)",
+        "test_faults_decoding.py test_engine.py",
+        "logprob or d10 or D10",
+    ),
+    Bug(
+        "the length limit counts the block",
+        "engine.py",
+        "if self._room(answer) <= 1:",
+        "if self._room(answer) <= 2:",
+        "test_faults_decoding.py test_engine.py",
+        "d2 or D2 or limit or max_tokens",
+    ),
+]
+
+
+def plant(bug: Bug, folder: Path) -> None:
+    shutil.copytree(SOURCE, folder / "flashdraft", ignore=shutil.ignore_patterns("__pycache__"))
+    file = folder / "flashdraft" / bug.file
+    text = file.read_text()
+    assert text.count(bug.old) == 1, f"{bug.name}: the code to break is there {text.count(bug.old)} times"
+    text = text.replace(bug.old, bug.new)
+    if "self._blocks" in bug.new:  # a bug that needs to know the block of the round
+        text = text.replace(
+            "        proposals = self._judge(",
+            "        self._blocks = {r: [0, *d] for r, d in zip(rows, drafted, strict=True)}\n"
+            "        proposals = self._judge(",
+        )
+    file.write_text(text)
+
+
+def run_suite(bug: Bug, package: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command += [str(TESTS / name) for name in bug.tests.split()]
+    if bug.select:
+        command += ["-k", bug.select]
+    env = {**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}
+    env = {k: v for k, v in env.items() if not k.startswith("PYTEST_")}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, cwd=TESTS.parent, check=False)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_the_suite_notices(bug: Bug, tmp_path: Path) -> None:
+    plant(bug, tmp_path)
+    run = run_suite(bug, tmp_path)
+    assert run.returncode == 1, f"{bug.name}: exit code {run.returncode}\n{run.stdout[-2000:]}{run.stderr[-1000:]}"
+
+
+def test_the_copy_is_what_runs(tmp_path: Path) -> None:
+    """Without a bug the same machinery passes: a failure above is the bug's."""
+    bug = Bug("none", "verify.py", '"""Lossless acceptance', '"""Lossless acceptance', LOSSLESS, "none-greedy-llama")
+    plant(bug, tmp_path)
+    run = run_suite(bug, tmp_path)
+    assert run.returncode == 0, run.stdout[-2000:]
