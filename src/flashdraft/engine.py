@@ -6,10 +6,11 @@ begins with the same tokens goes on from there (the next turn of a chat pays for
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -87,22 +88,25 @@ class Engine:
         self._free = list(range(max_rows))
         self._waiting: deque[_Answer] = deque()
         self._running: list[_Answer] = []
+        # made, but not handed out yet: somebody else's `stream`, or a failure in the same step
+        self._mail: dict[int, list[Delta]] = {}
+        self._awaited: set[int] = set()
         self._next_id = 0
 
     @property
     def busy(self) -> bool:
-        return bool(self._waiting or self._running)
+        """Whether `step` has anything to do or to say."""
+        return bool(self._waiting or self._running or self._mail)
 
     def submit(self, request: Request) -> int:
         """Queue a request; returns its id. Raises FlashdraftError if it can never run here."""
         self._check(request)
         params = request.params
-        eos = frozenset() if params.ignore_eos else self.target.eos_ids
         answer = _Answer(
             request_id=self._next_id,
             request=request,
             seed=params.seed if params.seed is not None else secrets.randbits(63),
-            stop_ids=eos | frozenset(params.stop_token_ids),
+            stop_ids=self._stop_ids(params),
             stream=TextStream(self.target.tokenizer, params.stop),
         )
         self._next_id += 1
@@ -111,39 +115,74 @@ class Engine:
 
     def cancel(self, request_id: int) -> None:
         """Drop a request wherever it is; unknown and finished ids are ignored."""
+        self._mail.pop(request_id, None)
+        self._awaited.discard(request_id)
         self._waiting = deque(a for a in self._waiting if a.request_id != request_id)
         for answer in [a for a in self._running if a.request_id == request_id]:
             self._leave(answer)
 
     def step(self) -> list[Delta]:
-        """Admit what fits, then one round for all running rows."""
-        deltas = []
-        while self._waiting and self._free:
-            deltas.append(self._admit(self._waiting.popleft()))
-        if self._running:
-            deltas += self._round()
-        return deltas
+        """Admit what fits, then one round for all running rows; returns what is new, but for
+        requests that `stream` or `run` wait for."""
+        self._advance()
+        mine = [request_id for request_id in self._mail if request_id not in self._awaited]
+        return [delta for request_id in mine for delta in self._mail.pop(request_id)]
 
-    def stream(self, request: Request) -> Iterator[Delta]:
-        """Deltas of one request as they come; stopping early cancels it."""
+    def stream(self, request: Request) -> Generator[Delta, None, None]:
+        """Deltas of one request as they come; stopping early cancels it. Several streams of one
+        engine share its rounds."""
         request_id = self.submit(request)
+        self._awaited.add(request_id)
         try:
             finished = False
             while not finished:
-                for delta in self.step():
-                    if delta.request_id == request_id:
-                        yield delta
-                        finished = delta.result is not None
+                for delta in self._receive(request_id):
+                    yield delta
+                    finished = delta.result is not None
         finally:
             self.cancel(request_id)
 
     def run(self, requests: Iterable[Request]) -> list[Result]:
         """Decode requests to the end, batched; results come in the order of the requests."""
         ids = [self.submit(request) for request in requests]
+        self._awaited.update(ids)
         results: dict[int, Result] = {}
-        while not results.keys() >= set(ids):
-            results |= {delta.request_id: delta.result for delta in self.step() if delta.result is not None}
+        try:
+            for request_id in ids:
+                while request_id not in results:
+                    for delta in self._receive(request_id):
+                        if delta.result is not None:
+                            results[request_id] = delta.result
+        finally:
+            for request_id in ids:
+                self.cancel(request_id)
         return [results[request_id] for request_id in ids]
+
+    def _receive(self, request_id: int) -> list[Delta]:
+        if not self._mail.get(request_id):
+            self._advance()
+        return self._mail.pop(request_id, [])
+
+    def _advance(self) -> None:
+        """Admissions and one round; deltas go to their request's mailbox.
+
+        If anything breaks off in between (out of memory, Ctrl-C), the rows it was about cannot be
+        trusted: their requests end, and nothing of them is reused.
+        """
+        deltas: list[Delta] = []
+        try:
+            while self._waiting and self._free:
+                deltas.append(self._admit(self._waiting.popleft()))
+            if self._running:
+                deltas += self._round()
+        except BaseException:
+            for answer in list(self._running):
+                self.session.forget(answer.row)
+                self._leave(answer)
+            raise
+        finally:
+            for delta in deltas:
+                self._mail.setdefault(delta.request_id, []).append(delta)
 
     def _check(self, request: Request) -> None:
         prompt, vocab = request.prompt_ids, self.target.vocab_size
@@ -159,17 +198,26 @@ class Engine:
         named = [*request.params.logit_bias, *request.params.stop_token_ids]
         if not all(0 <= token < vocab for token in named):
             raise FlashdraftError(f"logit_bias or stop_token_ids name ids outside the vocabulary of {vocab}.")
+        banned = {token for token, bias in request.params.logit_bias.items() if bias == -math.inf}
+        if request.params.min_tokens:
+            banned |= self._stop_ids(request.params)
+        if len(banned) >= vocab:
+            raise FlashdraftError("logit_bias and min_tokens leave no token to choose; allow at least one.")
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        eos = frozenset() if params.ignore_eos else self.target.eos_ids
+        return frozenset(token for token in (*eos, *params.stop_token_ids) if 0 <= token < self.target.vocab_size)
 
     def _admit(self, answer: _Answer) -> Delta:
         began = time.perf_counter()
         prompt = list(answer.request.prompt_ids)
         answer.row, answer.num_reused = self._best_row(prompt)
         self._free.remove(answer.row)
+        self._running.append(answer)
         sampler = RowSampler(
             answer.params, answer.seed, prompt, self.target.vocab_size, sorted(answer.stop_ids), self.target.device
         )
         proposal = self.session.prefill(answer.row, prompt, sampler, answer.num_reused)
-        self._running.append(answer)
         kept = self._take(answer, proposal, ("prefill",))
         answer.prefill_seconds = time.perf_counter() - began
         return self._delta(answer, kept)

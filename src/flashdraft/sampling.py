@@ -135,7 +135,7 @@ class RowSampler:
         self.num_generated = 0
         self.next_position = len(prompt_ids)
         self._stop_ids = torch.tensor(
-            [i for i in sorted(set(stop_ids)) if i < vocab_size], dtype=torch.int64, device=self.device
+            [i for i in sorted(set(stop_ids)) if 0 <= i < vocab_size], dtype=torch.int64, device=self.device
         )
         self._bias = [(i, b) for i, b in params.logit_bias.items() if i < vocab_size]
         self._penalised = (

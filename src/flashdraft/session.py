@@ -18,7 +18,7 @@ import torch
 from .drafters import Drafter
 from .sampling import ACCEPT, RESIDUAL, RowSampler, uniform
 from .target import Target, padded_width
-from .types import Commit, Draft, TargetOutput, Verdict
+from .types import Commit, Draft, FlashdraftError, TargetOutput, Verdict
 from .verify import accept_matching, accept_rejection
 
 
@@ -57,7 +57,9 @@ class Session:
     def prefill(self, row: int, prompt: Sequence[int], sampler: RowSampler, reuse: int = 0) -> Proposal:
         """Commit a prompt, behind the row's first `reuse` tokens which it shares, and propose the
         target's first token (committed too: a round has to have an anchor)."""
-        assert 0 <= reuse < len(prompt) and prompt[:reuse] == self.tokens[row][:reuse]
+        assert 0 <= reuse < len(prompt) and list(prompt[:reuse]) == self.tokens[row][:reuse]
+        # What this prefill overwrites is forgotten first: if it fails half way, nobody goes on from it.
+        self.tokens[row] = list(prompt[:reuse])
         self.cache.roll_back(row, reuse)
         self.drafter.reset(self.state, row, reuse, prompt[reuse])
         self.samplers[row] = sampler
@@ -117,16 +119,27 @@ class Session:
     ) -> Verdict:
         """What the target keeps of a draft, by the request's own acceptance rule."""
         if sampler.greedy or sampler.params.acceptance == "coupled":
-            return accept_matching(drafted, sampler.choose(logits_TV, drafted).tolist())
-        position = sampler.next_position
-        slots = range(position, position + len(drafted) + 1)
-        return accept_rejection(
-            drafted,
-            sampler.scores(logits_TV, drafted).softmax(-1),
-            probs,
-            [uniform(sampler.seed, t, ACCEPT) for t in slots[:-1]],
-            [uniform(sampler.seed, t, RESIDUAL) for t in slots],
-        )
+            own = sampler.choose(logits_TV, drafted)
+            verdict = accept_matching(drafted, own.tolist())
+            proof = logits_TV.gather(-1, own[:, None])
+        else:
+            position = sampler.next_position
+            slots = range(position, position + len(drafted) + 1)
+            proof = sampler.scores(logits_TV, drafted).softmax(-1)
+            verdict = accept_rejection(
+                drafted,
+                proof,
+                probs,
+                [uniform(sampler.seed, t, ACCEPT) for t in slots[:-1]],
+                [uniform(sampler.seed, t, RESIDUAL) for t in slots],
+            )
+        # Only of the slots that count: a wrong draft may lead the target anywhere.
+        if not bool(proof[: verdict.num_accepted + 1, 0].isfinite().all()):
+            raise FlashdraftError(
+                f"{self.target.name} gives logits from which no token can be chosen (nan, or all of them infinite); "
+                "load it in a wider dtype (float32), and see that its weights are whole."
+            )
+        return verdict
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """Make the first tokens of the last proposals final: kept[i] for the i-th row of `verify`.
@@ -134,6 +147,15 @@ class Session:
         The only place where a round changes state: caches, samplers, the drafter.
         """
         rows, features_BTF = self._verified
+        self._verified = ((), None)
+        try:
+            self._commit(rows, kept, features_BTF)
+        except BaseException:
+            for row in rows:  # half committed: nobody may go on from these
+                self.tokens[row] = []
+            raise
+
+    def _commit(self, rows: Sequence[int], kept: Sequence[Sequence[int]], features_BTF: torch.Tensor | None) -> None:
         for row, sampler, tokens in zip(rows, self._samplers_of(rows), kept, strict=True):
             self.cache.keep(row, len(tokens))
             self.tokens[row].extend(tokens)
@@ -142,9 +164,12 @@ class Session:
         if features_BTF is not None:
             features = torch.cat([features_BTF[b, : len(tokens)] for b, tokens in enumerate(kept)])
         began = self._now()
-        self.drafter.observe(self.state, Commit(rows, tuple(map(tuple, kept)), features))
+        self.drafter.observe(self.state, Commit(tuple(rows), tuple(map(tuple, kept)), features))
         self.draft_seconds += self._now() - began
-        self._verified = ((), None)
+
+    def forget(self, row: int) -> None:
+        """Nothing of a row may be reused: a prefill or round of it was interrupted."""
+        self.tokens[row] = []
 
     def _samplers_of(self, rows: Sequence[int]) -> list[RowSampler]:
         samplers = [self.samplers[row] for row in rows]

@@ -7,11 +7,14 @@ V vocabulary, D hidden, F feature width (tapped layers x D), S cache slots, C co
 from __future__ import annotations
 
 import math
+import numbers
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
+if TYPE_CHECKING:  # for annotations only: errors and parameters are to be had without loading torch
+    import torch
 
 Origin = Literal["prefill", "draft", "bonus"]
 FinishReason = Literal["stop", "length"]
@@ -24,6 +27,20 @@ class FlashdraftError(ValueError):
 def _require(ok: bool, name: str, value: object, expected: str) -> None:
     if not ok:
         raise FlashdraftError(f"{name} is {value!r}; expected {expected}.")
+
+
+def _whole(value: object, least: float, most: float = math.inf) -> bool:
+    """Whether a value is an integer in a range (True and False are no integers here)."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and least <= int(value) <= most
+
+
+def _number(value: object, least: float, most: float) -> bool:
+    """Whether a value is a number in a range; nan is in none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and least <= float(value) <= most
+
+
+# Beyond these, fp32 scores overflow: temperatures, penalties and biases stay well inside.
+_WIDEST = 1e6
 
 
 @dataclass(frozen=True)
@@ -56,42 +73,66 @@ class SamplingParams:
     acceptance: Literal["coupled", "rejection"] = "coupled"
 
     def __post_init__(self) -> None:
-        finite = math.isfinite
-        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
-        _require(
-            finite(self.temperature) and self.temperature >= 0,
-            "temperature", self.temperature, "a number of 0 (greedy) or more",
-        )  # fmt: skip
-        _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or a positive count")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "a number above 0 and at most 1 (off)")
-        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "a number from 0 (off) to 1")
-        _require(
-            finite(self.repetition_penalty) and self.repetition_penalty > 0,
-            "repetition_penalty", self.repetition_penalty, "a number above 0 (1 is off)",
-        )  # fmt: skip
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            _require(finite(value), name, value, "a finite number (0 is off)")
-        for token, bias in self.logit_bias.items():
-            _require(
-                token >= 0 and not math.isnan(bias) and bias != math.inf,
-                "logit_bias", dict(self.logit_bias), "token ids with finite numbers or -inf",
-            )  # fmt: skip
-        _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "0 or more")
+        self._check_numbers()
+        self._check_lists()
         _require(
             self.min_tokens <= self.max_tokens,
             "min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})",
         )  # fmt: skip
-        stops = [self.stop] if isinstance(self.stop, str) else list(self.stop)
-        _require(all(stops), "stop", list(stops), "strings that are not empty")
-        object.__setattr__(self, "stop", tuple(stops))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if self.logprobs is not None:
-            _require(0 <= self.logprobs <= 100, "logprobs", self.logprobs, "a count from 0 to 100")
+        _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "true or false")
         _require(
             self.acceptance in ("coupled", "rejection"),
             "acceptance", self.acceptance, '"coupled" or "rejection"',
         )  # fmt: skip
+
+    def _check_numbers(self) -> None:
+        widest = _WIDEST
+        checks: tuple[tuple[str, bool, str], ...] = (
+            ("max_tokens", _whole(self.max_tokens, 1), "a whole number of at least 1"),
+            ("min_tokens", _whole(self.min_tokens, 0), "a whole number of 0 or more"),
+            ("top_k", _whole(self.top_k, 0), "0 (off) or a positive count"),
+            (
+                "temperature",
+                self.temperature == 0 or _number(self.temperature, 1 / widest, widest),
+                f"0 (greedy) or a number from {1 / widest:g} to {widest:g}",
+            ),
+            ("top_p", _number(self.top_p, 0, 1) and self.top_p > 0, "a number above 0 and at most 1 (off)"),
+            ("min_p", _number(self.min_p, 0, 1), "a number from 0 (off) to 1"),
+            (
+                "repetition_penalty",
+                _number(self.repetition_penalty, 1e-3, 1e3),
+                "a number from 0.001 to 1000 (1 is off)",
+            ),
+            *(
+                (name, _number(getattr(self, name), -widest, widest), f"a number within +-{widest:g} (0 is off)")
+                for name in ("presence_penalty", "frequency_penalty")
+            ),
+            (
+                "seed",
+                self.seed is None or _whole(self.seed, -(2**63), 2**63 - 1),
+                "none or a whole number of 64 bits (-2^63 to 2^63 - 1)",
+            ),
+            ("logprobs", self.logprobs is None or _whole(self.logprobs, 0, 100), "none or a count from 0 to 100"),
+        )
+        for name, ok, expected in checks:
+            _require(ok, name, getattr(self, name), expected)
+
+    def _check_lists(self) -> None:
+        """Check the fields that hold several values, and take copies that nobody else can change."""
+        expected = f"a map from token ids to numbers within +-{_WIDEST:g} or -inf"
+        _require(isinstance(self.logit_bias, Mapping), "logit_bias", self.logit_bias, expected)
+        for token, bias in self.logit_bias.items():
+            ok = _whole(token, 0) and (_number(bias, -_WIDEST, _WIDEST) or bias == -math.inf)
+            _require(ok, "logit_bias", {token: bias}, expected)
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
+        ok = isinstance(stops, Sequence) and all(isinstance(stop, str) and stop for stop in stops)
+        _require(ok, "stop", self.stop, "a string or a list of strings that are not empty")
+        object.__setattr__(self, "stop", tuple(stops))
+        ids = self.stop_token_ids
+        ok = isinstance(ids, Sequence) and all(_whole(token, 0) for token in ids)
+        _require(ok, "stop_token_ids", ids, "a list of token ids")
+        object.__setattr__(self, "stop_token_ids", tuple(ids))
 
 
 @dataclass(frozen=True)
@@ -100,6 +141,14 @@ class Request:
 
     prompt_ids: Sequence[int]
     params: SamplingParams = SamplingParams()
+
+    def __post_init__(self) -> None:
+        # A copy: a conversation's list grows on while its request still runs.
+        try:
+            ids = tuple(operator.index(token) for token in self.prompt_ids)
+        except TypeError:
+            raise FlashdraftError("the prompt is no list of token ids; encode text with the tokenizer first.") from None
+        object.__setattr__(self, "prompt_ids", ids)
 
 
 @dataclass(frozen=True)

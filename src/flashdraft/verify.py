@@ -81,7 +81,8 @@ def accept_rejection(
     for n, token in enumerate(draft):
         p = float(target_probs_TV[n, token])
         q = 1.0 if draft_probs_NV is None else float(draft_probs_NV[n, token])
-        if accept_uniforms[n] * q >= p:
+        # A q of nan (a broken drafter) is refused: then the token is drawn from p, which is exact.
+        if not accept_uniforms[n] * q < p:
             rest = residual_probs(target_probs_TV[n], None if draft_probs_NV is None else draft_probs_NV[n], token)
             return Verdict(tuple(range(n)), sample_at(rest, bonus_uniforms[n]))
     last = len(draft)
