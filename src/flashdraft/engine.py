@@ -96,7 +96,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether `step` has anything to do or to say."""
-        return bool(self._waiting or self._running or self._mail)
+        return bool(self._waiting or self._running or self._mail.keys() - self._awaited)
 
     def submit(self, request: Request) -> int:
         """Queue a request; returns its id. Raises FlashdraftError if it can never run here."""
@@ -135,7 +135,7 @@ class Engine:
         self._awaited.add(request_id)
         try:
             finished = False
-            while not finished:
+            while not finished and request_id in self._awaited:  # it is not, once cancelled
                 for delta in self._receive(request_id):
                     yield delta
                     finished = delta.result is not None
@@ -144,10 +144,12 @@ class Engine:
 
     def run(self, requests: Iterable[Request]) -> list[Result]:
         """Decode requests to the end, batched; results come in the order of the requests."""
-        ids = [self.submit(request) for request in requests]
-        self._awaited.update(ids)
+        ids: list[int] = []
         results: dict[int, Result] = {}
         try:
+            for request in requests:
+                ids.append(self.submit(request))  # noqa: PERF401  # if one is refused, those before it have to go
+            self._awaited.update(ids)
             for request_id in ids:
                 while request_id not in results:
                     for delta in self._receive(request_id):
@@ -159,7 +161,10 @@ class Engine:
         return [results[request_id] for request_id in ids]
 
     def _receive(self, request_id: int) -> list[Delta]:
-        if not self._mail.get(request_id):
+        """What is new of a request that `stream` or `run` waits for; advances all if nothing is."""
+        if request_id not in self._mail:
+            if all(answer.request_id != request_id for answer in (*self._running, *self._waiting)):
+                raise FlashdraftError("a round of this request failed or was interrupted; submit it again.")
             self._advance()
         return self._mail.pop(request_id, [])
 

@@ -147,15 +147,6 @@ class Session:
         The only place where a round changes state: caches, samplers, the drafter.
         """
         rows, features_BTF = self._verified
-        self._verified = ((), None)
-        try:
-            self._commit(rows, kept, features_BTF)
-        except BaseException:
-            for row in rows:  # half committed: nobody may go on from these
-                self.tokens[row] = []
-            raise
-
-    def _commit(self, rows: Sequence[int], kept: Sequence[Sequence[int]], features_BTF: torch.Tensor | None) -> None:
         for row, sampler, tokens in zip(rows, self._samplers_of(rows), kept, strict=True):
             self.cache.keep(row, len(tokens))
             self.tokens[row].extend(tokens)
@@ -164,8 +155,9 @@ class Session:
         if features_BTF is not None:
             features = torch.cat([features_BTF[b, : len(tokens)] for b, tokens in enumerate(kept)])
         began = self._now()
-        self.drafter.observe(self.state, Commit(tuple(rows), tuple(map(tuple, kept)), features))
+        self.drafter.observe(self.state, Commit(rows, tuple(map(tuple, kept)), features))
         self.draft_seconds += self._now() - began
+        self._verified = ((), None)
 
     def forget(self, row: int) -> None:
         """Nothing of a row may be reused: a prefill or round of it was interrupted."""

@@ -34,19 +34,17 @@ class TextStream:
         self._ids: list[int] = []
         # ids from here are decoded together: some decoders treat the first token differently
         self._window = 0
+        # up to here their text is whole and given out; of what comes after, so many characters are
         self._shown = 0
+        self._ahead = 0
         self._held = ""
 
     def push(self, token: int, armed: bool = True) -> tuple[str, bool]:
-        """(text that became visible, whether a stop string is complete). `armed` False ignores
-        stop strings, as before the minimum length."""
-        new = self._decode(token)
-        if not self._stop or not armed:
-            text, self._held = self._held + new, ""
-            return text, False
-        pending = self._held + new
+        """(text that became visible, whether a stop string is complete). `armed` False: a stop
+        string complete by now ends nothing, as before the minimum length."""
+        pending = self._held + self._decode(token)
         ends = [at for at in (pending.find(stop) for stop in self._stop) if at >= 0]
-        if ends:
+        if ends and armed:
             self._held = ""
             return pending[: min(ends)], True
         keep = max((_overlap(pending, stop) for stop in self._stop), default=0)
@@ -58,20 +56,26 @@ class TextStream:
         """What was held back, at the end of an answer that no stop string ended."""
         rest = ""
         if self._tokenizer is not None and self._shown < len(self._ids):
-            rest = self._text(len(self._ids))[len(self._text(self._shown)) :]
-            self._shown = len(self._ids)
+            rest = self._text(len(self._ids))[len(self._text(self._shown)) + self._ahead :]
+            self._shown, self._ahead = len(self._ids), 0
         text, self._held = self._held + rest, ""
         return text
 
     def _decode(self, token: int) -> str:
+        """The text a token adds for good. What may be part of a character waits."""
         if self._tokenizer is None:
             return ""
         self._ids.append(token)
         before, now = self._text(self._shown), self._text(len(self._ids))
-        if now.endswith(_INCOMPLETE):
-            return ""
-        self._window, self._shown = self._shown, len(self._ids)
-        return now[len(before) :]
+        whole = now.rstrip(_INCOMPLETE)
+        new = whole[len(before) + self._ahead :]
+        if whole != now:
+            self._ahead += len(new)
+            return new
+        if now != before:  # a window may not begin with tokens without text: the next would count as the first
+            self._window = self._shown
+        self._shown, self._ahead = len(self._ids), 0
+        return new
 
     def _text(self, end: int) -> str:
         assert self._tokenizer is not None
