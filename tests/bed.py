@@ -5,19 +5,22 @@ Targets are cached per (family, dtype) in a process. Scripted drafters speak the
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import tokenizers
 import torch
 import transformers
 
+from flashdraft.cache import KVCache
 from flashdraft.checkpoint import DraftConfig
 from flashdraft.drafters.dflash import DFlashDrafter, DFlashNetwork
 from flashdraft.engine import Engine
 from flashdraft.target import Target
-from flashdraft.types import Commit, Draft, Request, Result, SamplingParams
+from flashdraft.types import Commit, Draft, Request, Result, SamplingParams, TargetOutput
 
 VOCAB = 96
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
@@ -201,6 +204,110 @@ def coin(
         return [t if rng.random() < right else (t + 1) % vocab for t in answer[len(done) :]]
 
     return ScriptedDrafter(script, block_size, num_prompt)
+
+
+class PuppetTarget:
+    """A target whose logits are a given function of the tokens so far: says what no random model
+    can be made to say. It keeps the tokens themselves in the cache, so a stale slot shows.
+
+    Args:
+        law: logits [V] after a prefix; called once per prefix.
+    """
+
+    hidden_size = 8
+    num_layers = 1
+    pad_id = None
+    device = torch.device("cpu")
+
+    def __init__(
+        self,
+        law: Callable[[tuple[int, ...]], Sequence[float] | torch.Tensor],
+        vocab_size: int,
+        *,
+        tokenizer: Any = None,
+        eos_ids: Sequence[int] = (),
+        max_context: int = 4096,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        self.law = functools.cache(law)
+        self.vocab_size = self.num_tokens = vocab_size
+        self.tokenizer, self.eos_ids, self.max_context, self.dtype = tokenizer, frozenset(eos_ids), max_context, dtype
+        self.name = "puppet"
+
+    def new_cache(self, rows: int, context: int, slack: int = 64) -> KVCache:
+        return KVCache(rows, context + slack)
+
+    def forward(
+        self,
+        tokens_BT: torch.Tensor,
+        cache: KVCache,
+        rows: Sequence[int],
+        *,
+        valid: Sequence[int] | None = None,
+        keep: slice | int = slice(None),
+        layer_ids: Sequence[int] = (),
+    ) -> TargetOutput:
+        starts = [cache.lengths[row] for row in rows]
+        states = tokens_BT[:, None, :, None].double()
+        cache.write(0, rows, starts, states, states)
+        slots = torch.arange(tokens_BT.shape[1])[keep].reshape(-1).tolist()
+        logits = torch.zeros(len(rows), len(slots), self.vocab_size, dtype=self.dtype)
+        for b, (row, start) in enumerate(zip(rows, starts, strict=True)):
+            written = cache.layer(0)[0][row, 0, :, 0].long().tolist()
+            for t, slot in enumerate(slots):
+                if valid is None or slot < valid[b]:
+                    logits[b, t] = torch.as_tensor(self.law(tuple(written[: start + slot + 1])), dtype=self.dtype)
+        return TargetOutput(logits, None)
+
+
+def saying(answer: Sequence[int], num_prompt: int, vocab: int) -> Callable[[tuple[int, ...]], torch.Tensor]:
+    """A law for PuppetTarget: after the prompt, `answer`, and then its last token for ever. Off the
+    script it says something else."""
+
+    def law(prefix: tuple[int, ...]) -> torch.Tensor:
+        done = prefix[num_prompt:]
+        on_script = list(done[: len(answer)]) == list(answer[: len(done)])
+        token = answer[min(len(done), len(answer) - 1)] if on_script else (prefix[-1] + 1) % vocab
+        return torch.nn.functional.one_hot(torch.tensor(token), vocab).double() * 9
+
+    return law
+
+
+def with_eos(target: Target, *eos_ids: int) -> Target:
+    """The same target, with other tokens that end an answer."""
+    other = copy.copy(target)
+    other.eos_ids = frozenset(eos_ids)
+    return other
+
+
+def _byte_letters() -> list[str]:
+    """GPT-2's letter for every byte: printable ones stand for themselves."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = iter(range(256, 512))
+    return [chr(b) if b in plain else chr(next(rest)) for b in range(256)]
+
+
+BYTES = 3  # id of byte 0 in byte_tokenizer: ids 0, 1, 2 are special
+
+
+@functools.cache
+def byte_tokenizer(*pieces: bytes) -> Any:
+    """Byte-level BPE: <pad>, <s>, </s>, the 256 bytes, then `pieces` as tokens of their own."""
+    letters = _byte_letters()
+    vocab = {"<pad>": 0, "<s>": 1, "</s>": 2} | {letter: BYTES + b for b, letter in enumerate(letters)}
+    for piece in pieces:
+        vocab["".join(letters[b] for b in piece)] = len(vocab)
+    core = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = tokenizers.decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+def byte_ids(text: str | bytes) -> list[int]:
+    data = text.encode() if isinstance(text, str) else text
+    return [BYTES + b for b in data]
 
 
 def random_prompt(seed: int, length: int = 12, vocab: int = VOCAB) -> list[int]:
