@@ -108,14 +108,26 @@ def encode_text(tokenizer: PreTrainedTokenizerBase | None, text: str) -> list[in
     return ids
 
 
-def encode_chat(tokenizer: PreTrainedTokenizerBase | None, messages: Sequence[Message]) -> list[int]:
-    """Token ids of a conversation through the model's chat template, open for the assistant."""
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase | None,
+    messages: Sequence[Message],
+    *,
+    answered: bool = False,
+    thinking: bool | None = None,
+) -> list[int]:
+    """Token ids of a conversation through the model's chat template, open for the assistant.
+
+    Args:
+        answered: the last message is the assistant's; nothing is left open.
+        thinking: what the template calls enable_thinking or thinking; None leaves it out.
+    """
     if tokenizer is None:
         raise FlashdraftError("this target has no tokenizer; give token ids.")
     if not tokenizer.chat_template:
         raise FlashdraftError("this target has no chat template; use --raw for plain continuation.")
+    mode = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
     try:
-        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=not answered, tokenize=False, **mode)
     except Exception as error:  # templates raise what they like
         raise FlashdraftError(f"the chat template refuses this conversation: {error}") from error
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
