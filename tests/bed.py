@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -308,6 +309,41 @@ def byte_tokenizer(*pieces: bytes) -> Any:
 def byte_ids(text: str | bytes) -> list[int]:
     data = text.encode() if isinstance(text, str) else text
     return [BYTES + b for b in data]
+
+
+def plain_scores(
+    logits: Sequence[float], prompt: Sequence[int], answer: Sequence[int], params: SamplingParams, stop_ids: set[int]
+) -> list[float]:
+    """Processed scores of one slot, written again with plain loops and no tensor."""
+    scores = [float(x) for x in logits]
+    for token, bias in params.logit_bias.items():
+        scores[token] += bias
+    for token in {*prompt, *answer}:
+        factor = params.repetition_penalty
+        scores[token] = scores[token] / factor if scores[token] > 0 else scores[token] * factor
+    for token in set(answer):
+        scores[token] -= params.presence_penalty + params.frequency_penalty * list(answer).count(token)
+    if len(answer) < params.min_tokens:
+        scores = [-math.inf if token in stop_ids else x for token, x in enumerate(scores)]
+    if params.temperature == 0:
+        return scores
+    scores = [x / params.temperature for x in scores]
+    if 0 < params.top_k < len(scores):
+        least = sorted(scores, reverse=True)[params.top_k - 1]
+        scores = [x if x >= least else -math.inf for x in scores]
+    mass = 0.0
+    for prob in sorted(plain_softmax(scores), reverse=True) if params.top_p < 1 else []:
+        mass += prob
+        if mass >= params.top_p:
+            scores = [x if p >= prob else -math.inf for x, p in zip(scores, plain_softmax(scores), strict=True)]
+            break
+    probs = plain_softmax(scores)
+    return [x if p >= params.min_p * max(probs) else -math.inf for x, p in zip(scores, probs, strict=True)]
+
+
+def plain_softmax(scores: Sequence[float]) -> list[float]:
+    powers = [math.exp(x - max(scores)) for x in scores]
+    return [x / sum(powers) for x in powers]
 
 
 def random_prompt(seed: int, length: int = 12, vocab: int = VOCAB) -> list[int]:
