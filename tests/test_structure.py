@@ -13,7 +13,7 @@ SOURCE = ROOT / "src" / "flashdraft"
 
 # docs/design.md, section 3: a module imports only from those before it.
 ORDER = [
-    "types", "sampling", "tree", "verify", "cache", "attention", "locate", "target", "checkpoint",
+    "types", "sampling", "tree", "verify", "cache", "attention", "locate", "target", "draft_config", "checkpoint",
     "drafters.ngram", "drafters.layers", "drafters.dflash", "drafters", "text", "session", "engine",
     "terminal", "doctor", "demo", "cli", "__init__", "__main__",
 ]  # fmt: skip

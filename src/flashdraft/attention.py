@@ -93,7 +93,7 @@ class AttentionPlan:
         for span in self._spans:
             reach = slice(self._first_slot(span, window), span.num_slots)
             rows = slice(span.row, span.row + span.last - span.first)
-            mask = self._mask(span, causal, window, q.dtype, q.device)
+            mask = self._mask(span, causal, window, q.dtype, q.device, q.shape[1] // keys.shape[1])
             args = (q[span.first : span.last], keys[rows, :, reach], values[rows, :, reach], mask, scale)
             if softcap is None and sinks is None:
                 outs.append(_attend_fused(*args))
@@ -109,10 +109,11 @@ class AttentionPlan:
         return max(0, nearest - window + 1) // 64 * 64
 
     def _mask(
-        self, span: _Span, causal: bool, window: int | None, dtype: torch.dtype, device: torch.device
+        self, span: _Span, causal: bool, window: int | None, dtype: torch.dtype, device: torch.device, group: int
     ) -> torch.Tensor:
-        """Additive mask [b, 1, T, S'] in the model's dtype (a boolean one would be added as 0/1)."""
-        key = (span.first, causal, window, dtype)
+        """Additive mask [b, 1, group * T, S'] for folded queries, in the model's dtype (a boolean
+        one would be added as 0/1)."""
+        key = (span.first, causal, window, dtype, group)
         if key in self._masks:
             return self._masks[key]
         batch = slice(span.first, span.last)
@@ -128,7 +129,7 @@ class AttentionPlan:
         # Padding tokens see themselves, or their softmax would be over nothing: NaN.
         seen = seen | (slot == query)
         mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
-        self._masks[key] = mask[:, None]
+        self._masks[key] = mask.repeat(1, group, 1)[:, None]
         return self._masks[key]
 
 
@@ -136,10 +137,7 @@ def _attend_fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch
     """torch's SDPA with the group's query heads folded into the query length."""
     batch, heads, tokens, dim = q.shape
     kv_heads = k.shape[1]
-    group = heads // kv_heads
-    folded = q.reshape(batch, kv_heads, group * tokens, dim)
-    if group > 1:
-        mask = mask[:, :, None].expand(-1, -1, group, -1, -1).flatten(2, 3)
+    folded = q.reshape(batch, kv_heads, heads // kv_heads * tokens, dim)
     out = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale)
     return out.view(batch, heads, tokens, v.shape[-1]).transpose(1, 2)
 
@@ -158,15 +156,16 @@ def _attend_explicit(
     kv_heads = k.shape[1]
     group = heads // kv_heads
     folded = q.reshape(batch, kv_heads, group * tokens, dim)
-    scores = (folded @ k.transpose(-1, -2)).view(batch, kv_heads, group, tokens, -1) * scale
+    scores = folded @ k.transpose(-1, -2) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores + mask[:, :, None]
+    scores = scores + mask
     accurate = torch.float32 if scores.dtype != torch.float64 else torch.float64
     if sinks is None:
         probs = scores.softmax(-1, dtype=accurate)
     else:
-        sink = sinks.view(1, kv_heads, group, 1, 1).expand(batch, -1, -1, tokens, 1).to(scores.dtype)
+        sink = sinks.view(1, kv_heads, group, 1, 1).expand(batch, -1, -1, tokens, 1)
+        sink = sink.reshape(batch, kv_heads, group * tokens, 1).to(scores.dtype)
         probs = torch.cat([scores, sink], dim=-1).softmax(-1, dtype=accurate)[..., :-1]
-    out = probs.to(v.dtype).view(batch, kv_heads, group * tokens, -1) @ v
+    out = probs.to(v.dtype) @ v
     return out.view(batch, heads, tokens, v.shape[-1]).transpose(1, 2)

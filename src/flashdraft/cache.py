@@ -34,6 +34,7 @@ class KVCache:
         self.rows = rows
         self.slots = round_up(slots)
         self.lengths = [0] * rows
+        self._written = [0] * rows  # slots from here on are zeros
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,6 +49,7 @@ class KVCache:
         for new, store in zip((k, v), self._layers[layer], strict=True):
             for b, (row, start) in enumerate(zip(rows, starts, strict=True)):
                 store[row, :, start : start + num_tokens] = new[b]
+                self._written[row] = max(self._written[row], start + num_tokens)
 
     def write_flat(
         self, layer: int, rows: Sequence[int], counts: Sequence[int], k: torch.Tensor, v: torch.Tensor
@@ -61,6 +63,7 @@ class KVCache:
             for row, count in zip(rows, counts, strict=True):
                 start = self.lengths[row]
                 store[row, :, start : start + count] = new[at : at + count].transpose(0, 1)
+                self._written[row] = max(self._written[row], start + count)
                 at += count
 
     def keep(self, row: int, num_tokens: int) -> None:
@@ -69,9 +72,14 @@ class KVCache:
         self.lengths[row] += num_tokens
 
     def roll_back(self, row: int, length: int) -> None:
-        """Forget everything of a row from slot `length` on."""
+        """Forget everything of a row from slot `length` on; it is zeroed, so that a NaN or infinity
+        of one request cannot reach the next through slots that are masked but read."""
         assert 0 <= length <= self.lengths[row]
         self.lengths[row] = length
+        with torch.inference_mode():  # the stores were made in it
+            for store in (store for pair in self._layers.values() for store in pair):
+                store[row, :, length : self._written[row]] = 0
+        self._written[row] = length
 
     @property
     def bytes_per_slot(self) -> int:

@@ -1,15 +1,16 @@
 """The on-disk draft: read strictly, write, and check against a target. safetensors and JSON only.
 
-The layout is the public one of DFlash drafts (z-lab): config.json is a Qwen3 configuration plus
-`dflash_config`, model.safetensors holds the weights without embedding and head, which are the
-target's. `training.json`, what made the draft, travels along if it is there.
+A folder holds config.json (draft_config.py) and model.safetensors: the weights without embedding and
+head, which are the target's. `training.json`, what made the draft, travels along if it is there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,214 +18,82 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from .draft_config import ARCHITECTURE, FULL, SLIDING, DraftConfig, parse_config
 from .types import FlashdraftError
 
 if TYPE_CHECKING:
     from .target import Target
 
-ARCHITECTURE = "DFlashDraftModel"
+__all__ = [
+    "ARCHITECTURE", "DraftConfig", "check_against", "config_json", "parse_config", "read", "read_training",
+    "tensor_shapes", "write",
+]  # fmt: skip
 
-# Keys of published drafts that change the network and are not implemented: found and set, they are
-# refused, because ignoring them would give a draft that is quietly worse.
-_UNSUPPORTED = {
-    "conv_kernel_size": "DFlash 2 convolutions",
-    "selector_rank": "the DFlash 2 candidate selector",
-    "attention_sink_bias": "attention sinks",
-    "attention_value_scale": "attention value scaling",
-    "projector_type": "a projector of another method",
-    "use_swa": "windows given by use_swa (write layer_types, sliding_window and is_causal instead)",
-    "markov_rank": "a Markov head",
-    "sample_from_anchor": "sampling from the anchor",
-    "draft_vocab_size": "a reduced draft vocabulary",
-}
+CONFIG, WEIGHTS, TRAINING = "config.json", "model.safetensors", "training.json"
 
-
-@dataclass(frozen=True)
-class DraftConfig:
-    """Everything the DFlash network is built from.
-
-    `windows[i]` is layer i's sliding window or None; `causal[i]` says whether a slot sees later
-    ones in that layer. `block_size` counts the anchor. `target_layer_ids`: outputs of the target's
-    decoder layers, counted from 0, joined in this order.
-    """
-
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    target_layer_ids: tuple[int, ...]
-    num_target_layers: int
-    block_size: int
-    mask_token_id: int
-    windows: tuple[int | None, ...]
-    causal: tuple[bool, ...]
-    max_context: int
-    rms_norm_eps: float = 1e-6
-    attention_bias: bool = False
-    rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
-    embedding_scale: float = 1.0
-    output_multiplier: float = 1.0
-    softcap: float | None = None
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.windows)
+# Element types of a weight, as safetensors spells them. Integers and 8-bit floats are quantised files.
+_FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
 def read(folder: str | Path) -> tuple[DraftConfig, dict[str, torch.Tensor]]:
-    """Configuration and weights of a draft folder; every problem found is in one error."""
+    """Configuration and weights of a draft folder. One FlashdraftError lists all that is wrong with
+    its config.json, or else all in which the weights do not fit it.
+
+    The weights are views of the mapped file: reading allocates nothing before they are converted.
+    """
     path = Path(folder).expanduser()
-    if not path.is_dir():
-        raise FlashdraftError(f"no draft at {str(folder)!r}; expected a folder with config.json and model.safetensors.")
-    config = parse_config(_read_json(path / "config.json"), str(path))
-    file = path / "model.safetensors"
-    if not file.is_file():
-        raise FlashdraftError(f"{path} has no model.safetensors; expected the draft's weights there.")
-    wanted = tensor_shapes(config)
-    try:
+    with _reading(path):
+        if not path.is_dir():
+            raise FlashdraftError(f"no draft at {str(folder)!r}; expected a folder with {CONFIG} and {WEIGHTS}.")
+    config = parse_config(_read_json(path / CONFIG), str(path))
+    file = path / WEIGHTS
+    with _reading(file):
+        if not file.is_file():
+            raise FlashdraftError(_missing_weights(path))
         with safe_open(file, framework="pt") as weights:
-            found = {key: tuple(weights.get_slice(key).get_shape()) for key in weights.keys()}  # noqa: SIM118
-            _check_shapes(wanted, found, str(file))
+            slices = {key: weights.get_slice(key) for key in weights.keys()}  # noqa: SIM118
+            found = {key: (tuple(part.get_shape()), part.get_dtype()) for key, part in slices.items()}
+            wanted = tensor_shapes(config)
+            _check_tensors(wanted, found, str(file))
             return config, {key: weights.get_tensor(key) for key in wanted}
+
+
+def read_training(folder: str | Path) -> dict[str, Any] | None:
+    """What made the draft (training.json), or None. Raises FlashdraftError if it cannot be read;
+    `read` does not look at it, so decoding goes on without."""
+    file = Path(folder).expanduser() / TRAINING
+    with _reading(file):
+        return _read_json(file) if file.exists() else None
+
+
+@contextlib.contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    try:
+        yield
     except (SafetensorError, OSError) as error:
-        raise FlashdraftError(f"{file} cannot be read as safetensors: {error}") from error
+        raise FlashdraftError(f"{file} cannot be read: {error}") from error
 
 
 def _read_json(file: Path) -> dict[str, Any]:
+    with _reading(file):
+        if not file.is_file():  # a pipe would be waited for, a broken link is nothing
+            raise FlashdraftError(f"{file.parent} has no {file.name}; expected a draft folder.")
+        text = file.read_bytes()
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FlashdraftError(f"{file.parent} has no {file.name}; expected a draft folder.") from None
-    except (OSError, ValueError) as error:
-        raise FlashdraftError(f"{file} cannot be read as JSON: {error}") from error
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FlashdraftError(f"{file} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise FlashdraftError(f"{file} holds a {type(value).__name__}; expected a JSON object.")
     return value
 
 
-class _Keys:
-    """Typed look-ups in a config, `dflash_config` first, that collect problems instead of raising."""
-
-    def __init__(self, raw: Mapping[str, Any]) -> None:
-        inner = raw.get("dflash_config", {})
-        self.problems: list[str] = []
-        if not isinstance(inner, dict):
-            self.problems.append("dflash_config is no object")
-            inner = {}
-        self.top = raw
-        self.merged = {**raw, **{k: v for k, v in inner.items() if v is not None}}
-
-    def integer(self, name: str, least: int = 1, default: int | None = None) -> int:
-        value = self.merged.get(name, default)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= least:
-            return value
-        self.problems.append(f"{name} is {value!r}, expected an integer of at least {least}")
-        return least
-
-    def number(self, name: str, default: float) -> float:
-        value = self.merged.get(name, default)
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
-        self.problems.append(f"{name} is {value!r}, expected a number")
-        return default
-
-
-def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> DraftConfig:
-    """A DraftConfig from config.json's content. Raises one FlashdraftError that lists all problems.
-
-    Keys may sit in `dflash_config` (looked at first) or at the top; rope in `rope_parameters` (new)
-    or `rope_theta` and `rope_scaling` (old).
-    """
-    keys = _Keys(raw)
-    problems = keys.problems
-    architectures = raw.get("architectures") or [ARCHITECTURE]
-    if ARCHITECTURE not in architectures:
-        problems.append(f"architectures is {architectures!r}, expected [{ARCHITECTURE!r}]")
-    for name, meaning in _UNSUPPORTED.items():
-        if keys.merged.get(name) not in (None, False, 0):
-            problems.append(f"{name} asks for {meaning}, which is not supported")
-    if raw.get("hidden_act", "silu") != "silu":
-        problems.append(f"hidden_act is {raw['hidden_act']!r}, expected 'silu'")
-    if keys.merged.get("partial_rotary_factor") not in (None, 1, 1.0):
-        problems.append("partial_rotary_factor other than 1 is not supported")
-    num_layers = keys.integer("num_hidden_layers")
-    num_heads = keys.integer("num_attention_heads")
-    hidden_size = keys.integer("hidden_size")
-    windows, causal = _layer_kinds(keys, num_layers)
-    softcap = keys.number("final_logit_softcapping", 0.0) if keys.merged.get("final_logit_softcapping") else 0.0
-    config = DraftConfig(
-        hidden_size=hidden_size,
-        intermediate_size=keys.integer("intermediate_size"),
-        num_heads=num_heads,
-        num_kv_heads=keys.integer("num_key_value_heads", default=num_heads),
-        head_dim=keys.integer("head_dim", default=max(1, hidden_size // num_heads)),
-        vocab_size=keys.integer("vocab_size"),
-        target_layer_ids=_layer_ids(keys),
-        num_target_layers=keys.integer("num_target_layers", least=0, default=0),
-        block_size=keys.integer("block_size", default=16),
-        mask_token_id=keys.integer("mask_token_id", least=0),
-        windows=windows,
-        causal=causal,
-        max_context=keys.integer("max_position_embeddings", default=32768),
-        rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
-        attention_bias=bool(raw.get("attention_bias", False)),
-        rope=_rope(keys),
-        embedding_scale=keys.number("input_embedding_scale", 1.0),
-        output_multiplier=keys.number("output_multiplier", 1.0),
-        softcap=softcap if softcap > 0 else None,
-    )
-    if config.num_heads % config.num_kv_heads:
-        problems.append(f"{config.num_heads} query heads do not divide among {config.num_kv_heads} key/value heads")
-    if config.head_dim % 2:
-        problems.append(f"head_dim is {config.head_dim}, expected an even number (rotary embeddings)")
-    if problems:
-        raise FlashdraftError(f"{where} is no DFlash draft that can be used: {'; '.join(problems)}.")
-    return config
-
-
-def _layer_ids(keys: _Keys) -> tuple[int, ...]:
-    """Always read: the rule of the paper's code gives other layers for most published drafts."""
-    value = keys.merged.get("target_layer_ids")
-    if isinstance(value, list) and value and all(type(i) is int and i >= 0 for i in value):
-        return tuple(value)
-    keys.problems.append(f"target_layer_ids is {value!r}, expected a list of layer numbers from 0")
-    return (0,)
-
-
-def _layer_kinds(keys: _Keys, num_layers: int) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
-    """Window and causality per layer: sliding layers are causal and full ones are not, unless
-    `is_causal` says so for all (the rule of z-lab's code)."""
-    kinds = keys.top.get("layer_types") or ["full_attention"] * num_layers
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in known for kind in kinds):
-        keys.problems.append(f"layer_types is {kinds!r}, expected {num_layers} of {' or '.join(known)}")
-        kinds = [known[0]] * num_layers
-    sliding = [kind == known[1] for kind in kinds]
-    window = None
-    # Without use_sliding_window a Qwen3 configuration has no window; such layers are causal only.
-    if any(sliding) and keys.top.get("use_sliding_window", keys.top.get("sliding_window") is not None):
-        window = keys.integer("sliding_window")
-    is_causal = keys.top.get("is_causal")
-    windows = tuple(window if s else None for s in sliding)
-    return windows, tuple(s if is_causal is None else bool(is_causal) for s in sliding)
-
-
-def _rope(keys: _Keys) -> dict[str, Any]:
-    new = keys.top.get("rope_parameters")
-    old = keys.top.get("rope_scaling")
-    rope = dict(new) if isinstance(new, dict) else dict(old) if isinstance(old, dict) else {}
-    if "full_attention" in rope or "sliding_attention" in rope:
-        keys.problems.append("rope_parameters differ by layer type, which is not supported")
-        rope = {}
-    rope.setdefault("rope_type", rope.pop("type", "default"))
-    theta = rope.get("rope_theta", keys.top.get("rope_theta", 10000.0))
-    if not isinstance(theta, (int, float)) or theta <= 0:
-        keys.problems.append(f"rope_theta is {theta!r}, expected a positive number")
-        theta = 10000.0
-    rope["rope_theta"] = float(theta)
-    return rope
+def _missing_weights(path: Path) -> str:
+    others = sorted(f.name for f in path.iterdir() if f.suffix in (".safetensors", ".bin", ".pt", ".pth"))
+    if any(name.endswith(".safetensors") for name in others):
+        return f"{path} has its weights in {', '.join(others[:3])}; expected one file {WEIGHTS}."
+    found = f"only {others[0]}, which could run code" if others else f"no {WEIGHTS}"
+    return f"{path} has {found}; expected the draft's weights in {WEIGHTS}."
 
 
 def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
@@ -249,19 +118,24 @@ def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _check_shapes(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], where: str) -> None:
+def _check_tensors(
+    wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[tuple[int, ...], str]], where: str
+) -> None:
+    if found and all(key.startswith("model.") for key in found):
+        raise FlashdraftError(f"{where} has 'model.' in front of every weight's name; expected names without it.")
     # rotary tables are recomputed; some exporters store them all the same
     extra = [key for key in found if key not in wanted and not key.endswith("inv_freq")]
     problems = [f"{key} is missing" for key in wanted if key not in found]
     problems += [f"{key} is not part of a draft" for key in sorted(extra)]
-    problems += [
-        f"{key} is {list(found[key])}, expected {list(shape)}"
-        for key, shape in wanted.items()
-        if key in found and found[key] != shape
-    ]
+    for key in wanted:
+        shape, dtype = found.get(key, (wanted[key], "F32"))
+        if shape != wanted[key]:
+            problems.append(f"{key} is {list(shape)}, expected {list(wanted[key])}")
+        if dtype not in _FLOATS:
+            problems.append(f"{key} is stored as {dtype}, expected BF16, F16, F32 or F64")
     if problems:
         more = f"; and {len(problems) - 12} more" if len(problems) > 12 else ""
-        raise FlashdraftError(f"{where} does not fit its config.json: {'; '.join(problems[:12])}{more}.")
+        raise FlashdraftError(f"{where} does not fit its {CONFIG}: {'; '.join(problems[:12])}{more}.")
 
 
 def check_against(config: DraftConfig, target: Target, where: str = "the draft") -> None:
@@ -274,13 +148,14 @@ def check_against(config: DraftConfig, target: Target, where: str = "the draft")
     if config.num_target_layers not in (0, target.num_layers):
         problems.append(f"made for {config.num_target_layers} target layers, the target has {target.num_layers}")
     ids, last = config.target_layer_ids, target.num_layers - 1
-    if max(ids) > last:
-        problems.append(f"taps layer {max(ids)}, the target's last one is {last}")
+    outside = [i for i in ids if not 0 <= i <= last]
+    if outside:
+        problems.append(f"taps layers {outside}, the target's are 0 to {last}")
     if last in ids:
         problems.append(f"taps the last layer ({last}), which engines read before or after the final norm; tap others")
     if list(ids) != sorted(set(ids)):
         problems.append(f"target_layer_ids {list(ids)} do not rise strictly")
-    if config.mask_token_id >= target.vocab_size:
+    if not 0 <= config.mask_token_id < target.vocab_size:
         problems.append(f"mask token {config.mask_token_id} is outside the vocabulary of {target.vocab_size}")
     if config.mask_token_id in target.eos_ids:
         problems.append(f"mask token {config.mask_token_id} is the target's end-of-text token")
@@ -291,11 +166,8 @@ def check_against(config: DraftConfig, target: Target, where: str = "the draft")
 
 
 def config_json(config: DraftConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """config.json's content: the keys all engines agree on (../docs/drafts.md says which read what)."""
-    sliding = any(window is not None for window in config.windows)
-    windows = {w for w in config.windows if w is not None}
-    if len(windows) > 1:
-        raise FlashdraftError(f"the layers' windows are {sorted(windows)}; the layout holds one size for all.")
+    """config.json's content: the keys all engines agree on. Raises FlashdraftError for a
+    combination of windows and causality that the layout cannot say."""
     inner: dict[str, Any] = {
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": list(config.target_layer_ids),
@@ -326,23 +198,34 @@ def config_json(config: DraftConfig, dtype: torch.dtype) -> dict[str, Any]:
         "max_position_embeddings": config.max_context,
         "rope_theta": config.rope["rope_theta"],
         "rope_parameters": dict(config.rope),
-        "layer_types": ["full_attention" if w is None else "sliding_attention" for w in config.windows],
-        "sliding_window": max(windows) if sliding else None,
-        "use_sliding_window": sliding,
         "block_size": config.block_size,
-        "num_target_layers": config.num_target_layers,
+        **_attention_keys(config),
         "dflash_config": inner,
     }
-    if config.rope["rope_type"] != "default":
+    if config.num_target_layers:
+        raw["num_target_layers"] = config.num_target_layers
+    if config.rope.get("rope_type", "default") != "default":
         raw["rope_scaling"] = {k: v for k, v in config.rope.items() if k != "rope_theta"}
-    implied = tuple(w is not None for w in config.windows)
-    if config.causal != implied:
-        if len(set(config.causal)) > 1:
-            raise FlashdraftError("some full or sliding layers are causal and others not; the layout cannot say so.")
-        raw["is_causal"] = config.causal[0]
-    elif all(implied):
-        raw["is_causal"] = True  # llama.cpp reads sliding layers as bidirectional unless told
     return raw
+
+
+def _attention_keys(config: DraftConfig) -> dict[str, Any]:
+    """Windows and causality. Where the keys' rule (sliding is causal, full is not) does not say it,
+    `is_causal` does, for all layers at once."""
+    sliding = tuple(window is not None for window in config.windows)
+    sizes = sorted({w for w in config.windows if w is not None})
+    if len(sizes) > 1:
+        raise FlashdraftError(f"the layers' windows are {sizes}; the layout holds one size for all.")
+    keys: dict[str, Any] = {
+        "layer_types": [SLIDING if s else FULL for s in sliding],
+        "sliding_window": max(sizes, default=None),
+        "use_sliding_window": any(sliding),
+    }
+    if len(set(config.causal)) == 1 and (config.causal != sliding or all(sliding)):
+        keys["is_causal"] = config.causal[0]  # llama.cpp reads all-sliding drafts as bidirectional unless told
+    elif config.causal != sliding:
+        raise FlashdraftError("some full or sliding layers are causal and others not; the layout cannot say so.")
+    return keys
 
 
 def write(
@@ -351,13 +234,69 @@ def write(
     weights: Mapping[str, torch.Tensor],
     training: Mapping[str, Any] | None = None,
 ) -> None:
-    """Save a draft that `read` and the public tools load. `training` becomes training.json."""
+    """Save a draft that `read` and the public tools load. `training` becomes training.json.
+
+    An older draft in the folder is replaced, other files stay. All is written beside its place and
+    then moved: a failure leaves the older draft. Killed in the middle of the move it leaves a folder
+    without config.json, which `read` refuses, and both drafts in its `.draft-...`: never one draft's
+    weights with another's configuration.
+    """
     path = Path(folder).expanduser()
-    _check_shapes(tensor_shapes(config), {k: tuple(v.shape) for k, v in weights.items()}, "the network")
-    path.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in weights.items()}
+    kinds = {name: (tuple(t.shape), _DTYPES.get(t.dtype, str(t.dtype))) for name, t in tensors.items()}
+    _check_tensors(tensor_shapes(config), kinds, "the network")
     raw = config_json(config, next(iter(tensors.values())).dtype)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-    if training is not None:
-        (path / "training.json").write_text(json.dumps(training, indent=2) + "\n", encoding="utf-8")
+    parse_config(raw, "the draft to be saved")  # what is written can be read
+    _refuse_other_content(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        stage = Path(tempfile.mkdtemp(prefix=".draft-", dir=path))
+        try:
+            save_file(tensors, stage / WEIGHTS, metadata={"format": "pt"})
+            _write_json(stage / CONFIG, raw)
+            if training is not None:
+                _write_json(stage / TRAINING, training)
+            _move_in(stage, path)
+        finally:
+            shutil.rmtree(stage, ignore_errors=True)
+    except OSError as error:
+        raise FlashdraftError(f"the draft cannot be saved in {path}: {error}") from error
+
+
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+def _write_json(file: Path, value: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _refuse_other_content(path: Path) -> None:
+    """A folder with another model in it, say the target's, is not written to."""
+    if (path / CONFIG).exists():
+        names = _read_json(path / CONFIG).get("architectures")
+        if names != [ARCHITECTURE]:
+            raise FlashdraftError(f"{path} holds another model (architectures {names!r}); save to another folder.")
+    elif (path / WEIGHTS).exists():
+        raise FlashdraftError(f"{path} holds weights of something else and no {CONFIG}; save to another folder.")
+
+
+def _move_in(stage: Path, path: Path) -> None:
+    """Put the staged files in place. config.json leaves first and comes last: a folder without it
+    is no draft."""
+    old = Path(tempfile.mkdtemp(prefix="old-", dir=stage))
+    moved = []
+    try:
+        for name in (CONFIG, WEIGHTS, TRAINING):
+            if (path / name).exists():
+                (path / name).replace(old / name)
+        for name in (WEIGHTS, TRAINING, CONFIG):
+            if (stage / name).exists():
+                (stage / name).replace(path / name)
+                moved.append(name)
+    except BaseException:
+        for name in moved:
+            (path / name).unlink()
+        for name in (WEIGHTS, TRAINING, CONFIG):
+            if (old / name).exists():
+                (old / name).replace(path / name)
+        raise

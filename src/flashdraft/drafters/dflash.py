@@ -21,7 +21,7 @@ from torch import nn
 from .. import checkpoint
 from ..attention import AttentionPlan
 from ..cache import KVCache
-from ..checkpoint import DraftConfig
+from ..draft_config import MOST_BLOCK, DraftConfig
 from ..sampling import DRAFT, RowSampler, gumbel_noise
 from ..types import Commit, Draft, FlashdraftError
 from .layers import RMSNorm, RotaryEmbedding, SwiGLU, rotate
@@ -133,7 +133,7 @@ class DFlashDrafter:
     """Drafts with a DFlash network: one pass a round, `block_size - 1` tokens.
 
     Args:
-        network: in the target's dtype, on its device.
+        network: in the target's dtype, on its device. Switched to evaluation, not changed.
         target: its embedding and head are borrowed; the model is not called.
         block_size: None takes the network's; others work, with fewer accepted tokens.
     """
@@ -143,9 +143,12 @@ class DFlashDrafter:
     def __init__(self, network: DFlashNetwork, target: Target, block_size: int | None = None) -> None:
         checkpoint.check_against(network.config, target)
         size = block_size if block_size is not None else network.config.block_size
-        if size < 1:
-            raise FlashdraftError(f"block_size is {size}; expected at least 1 (it counts the anchor).")
-        self.network = network.eval().requires_grad_(False)
+        if not 1 <= size <= MOST_BLOCK:
+            raise FlashdraftError(f"block_size is {size}; expected 1 (the anchor alone) to {MOST_BLOCK}.")
+        dtype = network.fc.weight.dtype
+        if dtype != target.dtype:
+            raise FlashdraftError(f"the draft network is in {dtype}; expected the target's {target.dtype}.")
+        self.network = network.eval()
         self.block_size = size
         self.max_draft_tokens = size - 1
         self.target_layer_ids = network.config.target_layer_ids if size > 1 else ()
@@ -161,7 +164,9 @@ class DFlashDrafter:
         with torch.device("meta"):
             network = DFlashNetwork(config)
         network.load_state_dict(weights, strict=True, assign=True)
+        del weights  # or a conversion below would hold both copies of the whole network
         network.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_context)
+        network.requires_grad_(False)
         return cls(network.to(device=target.device, dtype=target.dtype), target, block_size)
 
     def open(self, rows: int, capacity: int) -> DFlashState:

@@ -56,26 +56,25 @@ def rope_frequencies(rope: Mapping[str, Any], dim: int, max_context: int) -> tup
     factor = float(rope["factor"])
     if kind == "linear":
         return frequencies / factor, 1.0
+    original = float(rope.get("original_max_position_embeddings") or max_context)
     if kind == "llama3":
-        return _llama3_frequencies(frequencies, rope, factor), 1.0
-    return _yarn_frequencies(frequencies, rope, factor, dim, max_context)
+        return _llama3_frequencies(frequencies, rope, factor, original), 1.0
+    return _yarn_frequencies(rope, factor, original, dim)
 
 
-def _llama3_frequencies(frequencies: torch.Tensor, rope: Mapping[str, Any], factor: float) -> torch.Tensor:
+def _llama3_frequencies(
+    frequencies: torch.Tensor, rope: Mapping[str, Any], factor: float, original: float
+) -> torch.Tensor:
     """Long waves are slowed by `factor`, short ones kept, those between blended."""
     low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
-    original = float(rope["original_max_position_embeddings"])
     waves = 2 * math.pi / frequencies
     blend = ((original / waves - low) / (high - low)).clamp(0, 1)
     return (1 - blend) * frequencies / factor + blend * frequencies
 
 
-def _yarn_frequencies(
-    frequencies: torch.Tensor, rope: Mapping[str, Any], factor: float, dim: int, max_context: int
-) -> tuple[torch.Tensor, float]:
+def _yarn_frequencies(rope: Mapping[str, Any], factor: float, original: float, dim: int) -> tuple[torch.Tensor, float]:
     """NTK by parts, and the attention temperature folded into cos and sin (YaRN, section 3)."""
     base = float(rope["rope_theta"])
-    original = float(rope.get("original_max_position_embeddings") or max_context)
 
     def dimension(rotations: float) -> float:
         return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
@@ -85,8 +84,11 @@ def _yarn_frequencies(
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
-    mixed = frequencies / factor * ramp + frequencies * (1 - ramp)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)).clamp(0, 1)
+    # This order of operations is the public code's, to the last bit.
+    powers = base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    kept = 1 - ramp
+    mixed = 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept
 
     def temperature(scale: float, weight: float = 1.0) -> float:
         return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0

@@ -1,0 +1,356 @@
+"""What a draft's config.json means: `DraftConfig`, read strictly.
+
+The layout is the public one of DFlash drafts (z-lab): a Qwen3 configuration plus `dflash_config`.
+What a key means, and its default, is what z-lab's own code makes of it; where engines read a file
+differently, the file is refused rather than guessed at. ../docs/drafts.md has the tables.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .types import FlashdraftError
+
+ARCHITECTURE = "DFlashDraftModel"
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+# Upper bounds that no draft comes near: a broken file must not make us allocate what it claims.
+_MOST = 2**31 - 1
+_MOST_LAYERS = 1024
+MOST_BLOCK = 1024
+
+# Keys that published files hold in `dflash_config`, some of them at the top level: looked at there first.
+_INNER = {
+    "mask_token_id", "target_layer_ids", "block_size", "num_target_layers", "input_embedding_scale",
+    "output_multiplier", "final_logit_softcapping",
+}  # fmt: skip
+
+# Other methods and formats, by a part of their architecture's name. One sentence is all they get.
+_OTHER_METHODS = {
+    "dflash2": "a DFlash 2 draft (convolutions and a candidate selector), which is not supported yet",
+    "dspark": "a DSpark or DeepSpec draft, whose blocks have no anchor: another method",
+    "laguna": "a Laguna draft (gated attention, a norm for every tapped layer): another network",
+    "domino": "a Domino draft (a recurrent head on top of DFlash): another method",
+    "lilicorr": "a LiLiCorr draft (a head that corrects the block): another method",
+    "museglimmer": "transformers' Muse Glimmer draft; expected the same network in the z-lab layout",
+    "eagle": "an EAGLE draft: another method",
+    "medusa": "a set of Medusa heads: another method",
+    "forcausallm": "a language model and no draft (is this the target's folder?)",
+}
+
+# Keys that change the network and are not implemented: set to anything but these values, they are
+# refused, because ignoring them would give a draft that is quietly worse.
+_UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "conv_kernel_size": ((0,), "DFlash 2 convolutions"),
+    "selector_rank": ((0,), "the DFlash 2 candidate selector"),
+    "projector_type": (("dflash",), "a head of another method"),
+    "attention_mode": (("gqa", "mha"), "another kind of attention"),
+    "attention_sink_bias": ((False,), "attention sinks"),
+    "attention_value_scale": ((1,), "scaled attention values"),
+    "partial_rotary_factor": ((1,), "rotary embeddings on a part of the head"),
+    "is_neox_style": ((True,), "interleaved rotary embeddings"),
+    "rope_is_neox_style": ((True,), "interleaved rotary embeddings"),
+    "use_gemma_norm": ((False,), "Gemma's norm"),
+    "markov_rank": ((0,), "a Markov head"),
+    "sample_from_anchor": ((False,), "a block whose anchor slot predicts too"),
+    "has_own_lm_head": ((False,), "a head of the draft's own"),
+    "logit_scale": ((1,), "scaled logits (output_multiplier is the key for them)"),
+    "hidden_act": (("silu",), "another activation"),
+    "quantization_config": ((), "quantised weights"),
+}
+
+# rope_type -> keys it needs and keys it may have (beside rope_type and rope_theta)
+_ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {
+    "default": (set(), set()),
+    "linear": ({"factor"}, set()),
+    "llama3": ({"factor", "low_freq_factor", "high_freq_factor"}, {"original_max_position_embeddings"}),
+    "yarn": (
+        {"factor"},
+        {"original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+         "truncate"},
+    ),
+}  # fmt: skip
+# For text all axes of a multimodal rope count the same, which makes it the plain one.
+_ROPE_IGNORED = {"type", "rope_type", "rope_theta", "mrope_section", "mrope_interleaved"}
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """Everything the DFlash network is built from.
+
+    `windows[i]` is layer i's sliding window or None; `causal[i]` says whether a slot of that layer
+    sees no later ones. `block_size` counts the anchor. `target_layer_ids`: outputs of the target's
+    decoder layers, counted from 0, joined in this order. `num_target_layers` 0 is not known.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    block_size: int
+    mask_token_id: int
+    windows: tuple[int | None, ...]
+    causal: tuple[bool, ...]
+    max_context: int
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    softcap: float | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.windows)
+
+
+class _Keys:
+    """Typed look-ups in a config that collect problems instead of raising. null is absent."""
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        inner = raw.get("dflash_config")
+        self.problems: list[str] = []
+        if inner is not None and not isinstance(inner, dict):
+            self.problems.append(f"dflash_config is {_short(inner)}, expected an object")
+            inner = None
+        self.inner: Mapping[str, Any] = inner or {}
+        self.top = raw
+
+    def get(self, name: str) -> Any:
+        value = self.inner.get(name) if name in _INNER else None
+        return self.top.get(name) if value is None else value
+
+    def problem(self, name: str, value: Any, expected: str) -> None:
+        self.problems.append(f"{name} is {_short(value)}, expected {expected}")
+
+    def integer(self, name: str, least: int = 1, most: int = _MOST, default: int | None = None) -> int:
+        value = self.get(name)
+        value = default if value is None else value
+        if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
+            return value
+        limit = f" and at most {most}" if most < _MOST or (isinstance(value, int) and value > most) else ""
+        self.problem(name, value, f"an integer of at least {least}{limit}")
+        return least
+
+    def number(self, name: str, default: float) -> float:
+        value = self.get(name)
+        value = default if value is None else value
+        if _is_number(value) and value > 0:
+            return float(value)
+        self.problem(name, value, "a number above 0")
+        return default
+
+    def flag(self, name: str) -> bool | None:
+        value = self.top.get(name)
+        if value is not None and not isinstance(value, bool):
+            self.problem(name, value, "true or false")
+            return None
+        return value
+
+
+def _is_number(value: Any) -> bool:
+    """A finite int or float; compared, because a long integer cannot be made a float."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> DraftConfig:
+    """A DraftConfig from config.json's content.
+
+    DFlash's own keys are looked for in `dflash_config`, then at the top; rope in `rope_parameters`
+    (new) or `rope_theta` and `rope_scaling` (old). Raises one FlashdraftError that lists all
+    problems; drafts of other methods get one sentence.
+    """
+    _refuse_other_methods(raw, where)
+    keys = _Keys(raw)
+    num_heads = keys.integer("num_attention_heads")
+    windows, causal = _layer_kinds(keys, keys.integer("num_hidden_layers", most=_MOST_LAYERS))
+    config = DraftConfig(
+        hidden_size=keys.integer("hidden_size"),
+        intermediate_size=keys.integer("intermediate_size"),
+        num_heads=num_heads,
+        # absent and null differ in a Qwen3 configuration
+        num_kv_heads=keys.integer("num_key_value_heads", default=num_heads if "num_key_value_heads" in raw else 32),
+        head_dim=keys.integer("head_dim", default=128),
+        vocab_size=keys.integer("vocab_size"),
+        target_layer_ids=_layer_ids(keys),
+        num_target_layers=0 if keys.get("num_target_layers") is None else keys.integer("num_target_layers"),
+        block_size=keys.integer("block_size", most=MOST_BLOCK, default=16),
+        mask_token_id=keys.integer("mask_token_id", least=0),
+        windows=windows,
+        causal=causal,
+        max_context=keys.integer("max_position_embeddings", default=32768),
+        rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
+        attention_bias=bool(keys.flag("attention_bias")),
+        rope=_rope(keys),
+        embedding_scale=keys.number("input_embedding_scale", 1.0),
+        output_multiplier=keys.number("output_multiplier", 1.0),
+        softcap=_softcap(keys),
+    )
+    problems = keys.problems + _contradictions(config, keys)
+    if problems:
+        raise FlashdraftError(f"{where} is no DFlash draft that can be used: {'; '.join(problems)}.")
+    return config
+
+
+def _refuse_other_methods(raw: Mapping[str, Any], where: str) -> None:
+    if "speculators_model_type" in raw:
+        raise FlashdraftError(
+            f"{where} is in the format of the package speculators, which numbers layers differently and is not read; "
+            f"expected the z-lab layout (architectures [{ARCHITECTURE!r}] and dflash_config)."
+        )
+    names = raw.get("architectures")
+    if names is None or names == [ARCHITECTURE]:  # left out by some; then the other keys must do
+        return
+    text = str(names).lower().replace("_", "")
+    found = next((meaning for part, meaning in _OTHER_METHODS.items() if part in text), None)
+    if found is not None:
+        raise FlashdraftError(f"{where} (architectures {_short(names)}) is {found}.")
+    raise FlashdraftError(f"{where} is no DFlash draft: architectures is {_short(names)}, expected [{ARCHITECTURE!r}].")
+
+
+def _contradictions(config: DraftConfig, keys: _Keys) -> list[str]:
+    """What single keys do not show: unsupported features, and keys that do not fit each other."""
+    problems = []
+    for name, (accepted, meaning) in _UNSUPPORTED.items():
+        for value in (keys.inner.get(name), keys.top.get(name)):
+            if value is not None and value not in accepted:
+                problems.append(f"{name} {_short(value)} asks for {meaning}, which is not supported")
+                break
+    for name, own in (("draft_vocab_size", config.vocab_size), ("target_hidden_size", config.hidden_size)):
+        if keys.top.get(name) not in (None, own):
+            problems.append(f"{name} is {_short(keys.top[name])}, expected the draft's own {own} (or no such key)")
+    if config.num_heads % config.num_kv_heads:
+        problems.append(f"{config.num_heads} query heads do not divide among {config.num_kv_heads} key/value heads")
+    if config.head_dim % 2:
+        problems.append(f"head_dim is {config.head_dim}, expected an even number (rotary embeddings)")
+    if config.mask_token_id >= config.vocab_size:
+        problems.append(f"mask_token_id is {config.mask_token_id}, expected one below vocab_size {config.vocab_size}")
+    return problems
+
+
+def _layer_ids(keys: _Keys) -> tuple[int, ...]:
+    """Always read: the rule of the paper's code gives other layers for most published drafts."""
+    value = keys.get("target_layer_ids")
+    if isinstance(value, list) and value and all(type(i) is int and 0 <= i <= _MOST for i in value):
+        return tuple(value)
+    keys.problem("target_layer_ids", value, "a list of layer numbers counted from 0")
+    return (0,)
+
+
+def _softcap(keys: _Keys) -> float | None:
+    value = keys.get("final_logit_softcapping")
+    if value is None or (_is_number(value) and value <= 0):  # 0 is off
+        return None
+    return keys.number("final_logit_softcapping", 1.0)
+
+
+def _layer_kinds(keys: _Keys, num_layers: int) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
+    """Window and causality per layer: sliding layers are causal and full ones are not, unless
+    `is_causal` says so for all (the rule of z-lab's code)."""
+    on = keys.flag("use_sliding_window") or False
+    window = keys.integer("sliding_window", default=4096) if on else None
+    kinds = keys.top.get("layer_types")
+    if kinds is None:
+        first = keys.integer("max_window_layers", least=0, default=28)
+        kinds = [SLIDING if on and i >= first else FULL for i in range(num_layers)]
+    elif not isinstance(kinds, list) or len(kinds) != num_layers or any(k not in (FULL, SLIDING) for k in kinds):
+        keys.problem("layer_types", kinds, f"{num_layers} of {FULL!r} or {SLIDING!r}")
+        kinds = [FULL] * num_layers
+    sliding = [kind == SLIDING for kind in kinds]
+    if any(sliding) and not on:
+        keys.problems.append("layer_types has sliding layers but use_sliding_window is not true, so they have no size")
+    windows = tuple(window if s else None for s in sliding)
+    is_causal = keys.flag("is_causal")
+    causal = tuple(s if is_causal is None else is_causal for s in sliding)
+    _check_engines_agree(keys, windows, causal)
+    return windows, causal
+
+
+def _check_engines_agree(keys: _Keys, windows: tuple[int | None, ...], causal: tuple[bool, ...]) -> None:
+    """`dflash_config.causal` and `use_swa` are followed by some engines and ignored by z-lab's code."""
+    said = keys.inner.get("causal")
+    if said is not None and keys.top.get("is_causal") is None and any(c != said for c in causal):
+        keys.problems.append(
+            f"dflash_config.causal is {_short(said)}, which engines disagree about; write is_causal at the top level"
+        )
+    if keys.inner.get("use_swa") and any(w is None or w != keys.inner.get("swa_window_size") for w in windows):
+        keys.problems.append(
+            "use_swa asks for windows, which engines disagree about; "
+            "write layer_types, sliding_window, use_sliding_window and is_causal"
+        )
+
+
+def _rope(keys: _Keys) -> dict[str, Any]:
+    """Rotary parameters, from either spelling; said twice, they have to agree."""
+    new, old = (_rope_map(keys, name) for name in ("rope_parameters", "rope_scaling"))
+    if new and old and any(new.get(k) != old.get(k) for k in {*new, *old} - {"rope_theta"}):
+        keys.problems.append("rope_parameters and rope_scaling say different things; keep one of them")
+    rope = {**new, **old}
+    thetas = [t for t in (new.get("rope_theta"), old.get("rope_theta"), keys.top.get("rope_theta")) if t is not None]
+    rope["rope_theta"] = thetas[0] if thetas else 10000.0
+    if any(theta != thetas[0] for theta in thetas):
+        keys.problems.append(f"rope_theta is given as {' and as '.join(map(_short, thetas))}; keep one of them")
+    kind = rope.setdefault("rope_type", "default")
+    if not isinstance(kind, str) or kind not in _ROPE_KEYS:
+        keys.problem("rope_type", kind, " or ".join(map(repr, _ROPE_KEYS)))
+        return {"rope_type": "default", "rope_theta": 10000.0}
+    original = keys.top.get("original_max_position_embeddings")
+    if original is not None and kind in ("llama3", "yarn"):
+        rope["original_max_position_embeddings"] = original
+    _check_rope(keys, rope)
+    return rope
+
+
+def _rope_map(keys: _Keys, name: str) -> dict[str, Any]:
+    value = keys.top.get(name)
+    if value is None or value == {}:
+        return {}
+    if not isinstance(value, dict):
+        keys.problem(name, value, "an object")
+        return {}
+    if any(isinstance(part, dict) for part in value.values()):
+        keys.problems.append(f"{name} differs by layer type, which is not supported")
+        return {}
+    if value.get("partial_rotary_factor") not in (None, 1):
+        keys.problems.append("partial_rotary_factor asks for rotary embeddings on a part of the head, not supported")
+    kind = value.get("rope_type", value.get("type", "default"))
+    known = {key: part for key, part in value.items() if key not in _ROPE_IGNORED and part is not None}
+    known.pop("partial_rotary_factor", None)
+    theta = {"rope_theta": value["rope_theta"]} if value.get("rope_theta") is not None else {}
+    return {"rope_type": kind, **known, **theta}
+
+
+def _check_rope(keys: _Keys, rope: Mapping[str, Any]) -> None:
+    kind = rope["rope_type"]
+    needed, optional = _ROPE_KEYS[kind]
+    keys.problems += [f"rope type {kind!r} needs {name}" for name in sorted(needed - rope.keys())]
+    strange = rope.keys() - needed - optional - {"rope_type", "rope_theta"}
+    keys.problems += [f"rope type {kind!r} has no {name}" for name in sorted(strange)]
+    for name, value in rope.items():
+        if name == "truncate":
+            ok, expected = isinstance(value, bool), "true or false"
+        elif name == "rope_theta":
+            ok, expected = _is_number(value) and value > 1, "a number above 1"
+        else:
+            ok, expected = _is_number(value) and value > 0, "a number above 0"
+        if not ok and name not in ("rope_type", *strange):
+            keys.problem(name, value, expected)
+    low, high = rope.get("low_freq_factor", 0), rope.get("high_freq_factor", math.inf)
+    if kind == "llama3" and _is_number(low) and _is_number(high) and not low < high:
+        keys.problems.append(f"low_freq_factor {low} is not below high_freq_factor {high}")
+    fast, slow = rope.get("beta_fast", 32), rope.get("beta_slow", 1)
+    if kind == "yarn" and _is_number(fast) and _is_number(slow) and not slow <= fast:
+        keys.problems.append(f"beta_slow {slow} is above beta_fast {fast}")
