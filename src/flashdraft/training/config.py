@@ -1,0 +1,208 @@
+"""The training configuration: a YAML file and `--set key=value`, read into one frozen dataclass.
+
+Every key has a type that is checked, and a key that does not exist is an error which names the
+closest one that does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..types import FlashdraftError
+
+# Changing these leaves what a resumed run computes next as it would have been, or is a decision to
+# go on differently that is easy to see (a longer run, other prompts to validate on).
+MAY_CHANGE = frozenset({
+    "run", "threads", "max_steps", "epochs", "log_steps", "keep", "checkpoint_minutes", "checkpoint_steps",
+    "validation", "validation_prompts", "validation_tokens", "validation_minutes", "validation_steps",
+    "feature_cache", "feature_cache_gb", "loss_chunk",
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """All settings of one run; docs/training.md explains them.
+
+    Attributes:
+        run: folder of checkpoints, metrics and the exported draft.
+        data: sequence files of `flashdraft regenerate`.
+        anchors_per_sequence: random anchors of a sequence in an epoch; None is every position.
+        anchors_per_piece: blocks that share one attention call; the unit batches are made of.
+        blocks_per_batch: blocks of one forward and backward pass.
+        accumulate: passes of one optimizer step (all processes together).
+        mix: sequences whose pieces are shuffled together; their features are held in memory.
+        gamma: slot k weighs exp(-(k - 1) / gamma); None goes by the block size.
+        dpace_alpha: D-PACE weights (arXiv 2605.18810) instead of the decay, smoothed by this.
+        distribution_tokens: likeliest tokens of the target that the KL and TV terms compare.
+        lr_copied: rate of weights copied from the target; None is `lr`.
+        decay_share: last part of a "wsd" schedule in which the rate falls to zero.
+        ema: decay of the weights' running mean, which is then what is validated and exported.
+    """
+
+    run: str
+    target: str
+    data: tuple[str, ...]
+    dtype: str = "auto"
+    seed: int = 0
+    threads: int | None = None
+    # the draft
+    num_layers: int = 5
+    block_size: int = 16
+    target_layer_ids: tuple[int, ...] | None = None
+    mask_token_id: int | None = None
+    intermediate_size: int | None = None
+    draft_vocab: int | None = None
+    window: int | None = None
+    init: str = "target"
+    init_from: str | None = None
+    # the blocks
+    max_length: int = 4096
+    anchors_per_sequence: int | None = None
+    anchors_per_piece: int = 32
+    blocks_per_batch: int = 128
+    accumulate: int = 4
+    mix: int = 64
+    # the objective
+    ce_weight: float = 1.0
+    kl_weight: float = 0.0
+    tv_weight: float = 0.0
+    gamma: float | None = None
+    dpace_alpha: float | None = None
+    distribution_tokens: int = 32
+    loss_chunk: int = 64
+    # the optimizer
+    lr: float = 6e-4
+    lr_copied: float | None = None
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    clip: float = 1.0
+    warmup_steps: int = 100
+    schedule: str = "cosine"
+    decay_share: float = 0.2
+    final_lr_share: float = 0.05
+    ema: float | None = None
+    max_steps: int | None = None
+    epochs: float = 1.0
+    # around it
+    log_steps: int = 10
+    keep: int = 2
+    checkpoint_minutes: float = 10.0
+    checkpoint_steps: int | None = None
+    validation: tuple[str, ...] = ()
+    validation_prompts: int = 8
+    validation_tokens: int = 96
+    validation_minutes: float = 20.0
+    validation_steps: int | None = None
+    feature_cache: str | None = None
+    feature_cache_gb: float = 20.0
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "accumulate", "mix", "anchors_per_piece", "log_steps", "loss_chunk"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        _require(bool(self.data), "data", self.data, "at least one sequence file")
+        _require(self.block_size >= 2, "block_size", self.block_size, "at least 2 (it counts the anchor)")
+        _require(self.keep >= 2, "keep", self.keep, "at least 2, so that a damaged checkpoint has one behind it")
+        _require(
+            self.blocks_per_batch % self.anchors_per_piece == 0,
+            "blocks_per_batch", self.blocks_per_batch, f"a multiple of anchors_per_piece ({self.anchors_per_piece})",
+        )  # fmt: skip
+        _require(self.init in ("target", "random"), "init", self.init, '"target" or "random"')
+        _require(self.schedule in ("cosine", "wsd"), "schedule", self.schedule, '"cosine" or "wsd"')
+        weights = (self.ce_weight, self.kl_weight, self.tv_weight)
+        _require(min(weights) >= 0 and sum(weights) > 0, "ce_weight, kl_weight, tv_weight", weights, "one above 0")
+        _require(self.lr > 0, "lr", self.lr, "a number above 0")
+        if self.dpace_alpha is not None:
+            _require(0 < self.dpace_alpha <= 1, "dpace_alpha", self.dpace_alpha, "a number above 0 and at most 1")
+        if self.ema is not None:
+            _require(0 < self.ema < 1, "ema", self.ema, "a number between 0 and 1")
+
+    @property
+    def decay_gamma(self) -> float:
+        """gamma of the loss: the paper's for its block sizes, half the block for others."""
+        return self.gamma or {16: 7.0, 10: 5.0, 8: 4.0}.get(self.block_size, self.block_size / 2)
+
+    @property
+    def needs_distribution(self) -> bool:
+        return self.kl_weight > 0 or self.tv_weight > 0
+
+
+def _require(ok: bool, name: str, value: object, expected: str) -> None:
+    if not ok:
+        raise FlashdraftError(f"{name} is {value!r}; expected {expected}.")
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """A TrainConfig from a YAML file and `key=value` strings, which win."""
+    import yaml
+
+    try:
+        raw = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise FlashdraftError(f"{path} cannot be read: {error.strerror}; expected a YAML file.") from None
+    except yaml.YAMLError as error:
+        raise FlashdraftError(f"{path} is no valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise FlashdraftError(f"{path} holds a {type(raw).__name__}; expected lines of `key: value`.")
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals:
+            raise FlashdraftError(f"--set {override!r} has no '='; expected --set key=value.")
+        raw[key.strip()] = yaml.safe_load(value)
+    return make_config(raw, str(path))
+
+
+def make_config(raw: Mapping[str, Any], where: str = "the configuration") -> TrainConfig:
+    hints = typing.get_type_hints(TrainConfig)
+    values = {}
+    for key, value in raw.items():
+        if key not in hints:
+            near = difflib.get_close_matches(str(key), hints, n=1, cutoff=0.0)
+            raise FlashdraftError(f"{where} has a key {key!r} that does not exist; the closest one is {near[0]!r}.")
+        values[key] = _convert(value, hints[key], key)
+    required = [f.name for f in dataclasses.fields(TrainConfig) if f.default is dataclasses.MISSING]
+    missing = [name for name in required if name not in values]
+    if missing:
+        raise FlashdraftError(f"{where} lacks {', '.join(missing)}.")
+    return TrainConfig(**values)
+
+
+def _convert(value: Any, hint: Any, key: str) -> Any:
+    """A YAML value as the field's type. YAML reads 1e-3 as text; a number was meant."""
+    if isinstance(hint, types.UnionType):
+        if value is None:
+            return None
+        hint = next(arg for arg in typing.get_args(hint) if arg is not types.NoneType)
+    if typing.get_origin(hint) is tuple:
+        items = value if isinstance(value, (list, tuple)) else [value]
+        return tuple(_convert(item, typing.get_args(hint)[0], key) for item in items)
+    if hint is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    elif hint is int and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    elif hint is str and isinstance(value, (str, Path)):
+        return str(value)
+    raise FlashdraftError(f"{key} is {value!r}; expected {_NAMES[hint]}.")
+
+
+_NAMES = {float: "a number", int: "a whole number", str: "a text"}
+
+
+def config_diff(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What a resumed run's configuration changes though it must not, a line each."""
+    keys = sorted({*old, *new} - MAY_CHANGE)
+    return [f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)]
+
+
+def as_json(config: TrainConfig) -> dict[str, Any]:
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items()}

@@ -1,0 +1,154 @@
+"""What the target says about a sequence: tapped states, and its likeliest next tokens.
+
+Computed online, one sequence at a time, its length rounded up so that kernel shapes repeat. The
+features of the sequences in use are held in memory; a folder may keep them for the next epoch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from ..cache import round_up
+from ..target import Target
+from .config import TrainConfig
+from .data import TokenSequence
+
+
+@dataclass(frozen=True)
+class Features:
+    """states_TF: tapped states, T a multiple of 64 (rows behind the sequence are finite, unused).
+
+    ids_TK, probs_TK: the K likeliest ids for the token AT position t, given those before it, as
+    indices into the draft vocabulary, and their probabilities; None if no objective compares them.
+    """
+
+    states_TF: torch.Tensor
+    ids_TK: torch.Tensor | None = None
+    probs_TK: torch.Tensor | None = None
+
+
+class FeatureSource:
+    """Features of sequences by index.
+
+    Args:
+        vocab_ids: the draft vocabulary, or None for all of it.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        sequences: Sequence[TokenSequence],
+        layer_ids: Sequence[int],
+        config: TrainConfig,
+        vocab_ids: torch.Tensor | None = None,
+    ) -> None:
+        self._target, self._sequences, self._layer_ids = target, sequences, tuple(layer_ids)
+        self._vocab_ids = vocab_ids
+        self._num_tokens = config.distribution_tokens if config.needs_distribution else 0
+        self._cache = target.new_cache(1, max(len(s.token_ids) for s in sequences), slack=64)
+        # all sequences of a shuffled group, and those of the group that begins in the same batch
+        self._recent: OrderedDict[int, Features] = OrderedDict()
+        self._max_recent = config.mix + config.blocks_per_batch // config.anchors_per_piece
+        self._store = None
+        if config.feature_cache is not None:
+            self._store = _Store(Path(config.feature_cache).expanduser(), config.feature_cache_gb, self._settings())
+
+    def get(self, index: int) -> Features:
+        if index in self._recent:
+            self._recent.move_to_end(index)
+            return self._recent[index]
+        tokens = self._sequences[index].token_ids
+        found = self._store.load(tokens) if self._store else None
+        if found is None:
+            found = self._compute(index)
+            if self._store:
+                self._store.save(tokens, found)
+        self._recent[index] = found
+        if len(self._recent) > self._max_recent:
+            self._recent.popitem(last=False)
+        return found
+
+    def _settings(self) -> str:
+        vocab = "" if self._vocab_ids is None else hashlib.sha256(self._vocab_ids.cpu().numpy().tobytes()).hexdigest()
+        return json.dumps([self._target.name, str(self._target.dtype), self._layer_ids, self._num_tokens, vocab])
+
+    def _compute(self, index: int) -> Features:
+        tokens = self._sequences[index].token_ids
+        length = len(tokens)
+        ids = torch.zeros(1, round_up(length), dtype=torch.int64)
+        ids[0, :length] = torch.tensor(tokens)
+        first = self._first_needed(index) if self._num_tokens else length
+        out = self._target.forward(
+            ids.to(self._target.device), self._cache, [0], valid=[length],
+            keep=slice(first, None) if self._num_tokens else slice(0, 0), layer_ids=self._layer_ids,
+        )  # fmt: skip
+        assert out.features_BTF is not None
+        # cloned, because autograd may not keep tensors of inference mode
+        states = out.features_BTF[0].clone()
+        if not self._num_tokens:
+            return Features(states)
+        return Features(states, *self._likeliest(out.logits_BTV[0], first, length))
+
+    def _first_needed(self, index: int) -> int:
+        """First position whose logits are used, in whole buckets."""
+        starts = [start for start, _ in self._sequences[index].loss_spans]
+        return max(min(starts, default=0) - 1, 0) // 64 * 64
+
+    def _likeliest(self, logits_RV: torch.Tensor, first: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        logits_RV = logits_RV[: length - first]
+        wide = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
+        total = wide.logsumexp(-1, keepdim=True)
+        if self._vocab_ids is not None:
+            wide = wide[:, self._vocab_ids.to(wide.device)]
+        top = wide.topk(min(self._num_tokens, wide.shape[-1]), dim=-1)
+        probs = (top.values - total).exp()
+        # row r speaks about the token after position first + r
+        ids_TK = torch.zeros(length + 1, top.indices.shape[1], dtype=torch.int32, device=probs.device)
+        probs_TK = torch.zeros(length + 1, top.indices.shape[1], dtype=probs.dtype, device=probs.device)
+        ids_TK[first + 1 :] = top.indices
+        probs_TK[first + 1 :] = probs
+        return ids_TK, probs_TK
+
+
+class _Store:
+    """Features on disk, a file per sequence, until a size is reached. A damaged file is ignored."""
+
+    def __init__(self, folder: Path, max_gb: float, settings: str) -> None:
+        tag = hashlib.sha256(settings.encode()).hexdigest()[:16]
+        self._folder = folder / tag
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / "settings.json").write_text(settings + "\n")
+        self._left = int(max_gb * 1e9) - sum(f.stat().st_size for f in self._folder.glob("*.safetensors"))
+
+    def _file(self, tokens: Sequence[int]) -> Path:
+        return self._folder / (hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:32] + ".safetensors")
+
+    def load(self, tokens: Sequence[int]) -> Features | None:
+        file = self._file(tokens)
+        if not file.is_file():
+            return None
+        try:
+            with safe_open(file, framework="pt") as stored:
+                return Features(**{key: stored.get_tensor(key) for key in stored.keys()})  # noqa: SIM118
+        except (SafetensorError, OSError, TypeError):
+            return None
+
+    def save(self, tokens: Sequence[int], features: Features) -> None:
+        tensors = {k: v for k, v in vars(features).items() if v is not None}
+        size = sum(t.numel() * t.element_size() for t in tensors.values())
+        if size > self._left:
+            return
+        self._left -= size
+        file = self._file(tokens)
+        part = file.with_suffix(".part")
+        save_file({k: v.cpu().contiguous() for k, v in tensors.items()}, part)
+        part.replace(file)

@@ -1,0 +1,178 @@
+"""The loss of draft logits and its gradient, a chunk of blocks at a time.
+
+All terms need the draft's log-probabilities of a few tokens only: the label (cross-entropy) and the
+target's likeliest tokens (KL, total variation). So the logits of a chunk live for one chunk, and
+their gradient is known in closed form: scatter(g) - softmax * sum(g), g = dloss / dlogprobs.
+
+The denominator is the sum of slot weights over the whole optimizer step, all batches and processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from .blocks import Blocks
+from .config import TrainConfig
+from .features import Features
+
+
+@dataclass(frozen=True)
+class Head:
+    """The target's LM head as the draft uses it: rows of the draft vocabulary, bias, output shape."""
+
+    weight_VD: torch.Tensor
+    bias_V: torch.Tensor | None = None
+    multiplier: float = 1.0
+    softcap: float | None = None
+
+    def logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """fp32 (or fp64) logits, and d(logits) / d(bare logits) where it is not the multiplier."""
+        bare = torch.nn.functional.linear(hidden, self.weight_VD, self.bias_V)
+        wide = bare if bare.dtype == torch.float64 else bare.float()
+        if self.multiplier != 1:
+            wide = wide * self.multiplier
+        if self.softcap is None:
+            return wide, None
+        squashed = torch.tanh(wide / self.softcap)
+        return squashed * self.softcap, 1 - squashed.square()
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What the slots of a pass should say, in indices of the draft vocabulary, [A, L(, K)].
+
+    known: the label is in the draft vocabulary. real: there is a label at all.
+    """
+
+    labels: torch.Tensor
+    known: torch.Tensor
+    real: torch.Tensor
+    ids: torch.Tensor | None = None
+    probs: torch.Tensor | None = None
+
+    def part(self, blocks: slice) -> Targets:
+        ids, probs = (None if t is None else t[blocks] for t in (self.ids, self.probs))
+        return Targets(self.labels[blocks], self.known[blocks], self.real[blocks], ids, probs)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one pass: sum of the weighted losses over the denominator, its gradient, what was right."""
+
+    loss: float
+    grad_ALD: torch.Tensor
+    correct_AL: torch.Tensor
+
+
+def make_targets(
+    blocks: Blocks, features: Mapping[int, Features], index_of: torch.Tensor | None, with_distribution: bool
+) -> Targets:
+    """index_of [V]: index of a token in the draft vocabulary, or -1; None if that is all of it."""
+    labels, real = blocks.labels_AL, blocks.labels_AL >= 0
+    labels = labels.clamp(min=0)
+    if index_of is not None:
+        labels = index_of[labels]
+    known = real & (labels >= 0)
+    ids = probs = None
+    if with_distribution:
+        parts = []
+        size = blocks.blocks_per_piece
+        for piece, sequence in enumerate(blocks.sequences):
+            found = features[sequence]
+            assert found.ids_TK is not None and found.probs_TK is not None
+            at = blocks.positions_AB[piece * size : (piece + 1) * size, 1:].clamp(max=len(found.ids_TK) - 1)
+            parts.append((found.ids_TK[at], found.probs_TK[at]))
+        ids, probs = (torch.cat(part) for part in zip(*parts, strict=True))
+        ids = ids.long()
+    return Targets(labels.clamp(min=0), known, real, ids, probs)
+
+
+def decay_weights(num_labels: int, gamma: float) -> torch.Tensor:
+    """exp(-(k - 1) / gamma) of slots k = 1.. (arXiv 2602.06036)."""
+    return torch.exp(-torch.arange(num_labels, dtype=torch.float64) / gamma)
+
+
+def dpace_weights(confidence_NL: torch.Tensor, real_NL: torch.Tensor, alpha: float) -> torch.Tensor:
+    """D-PACE (arXiv 2605.18810, equations 7 and 8): suffix sums of the prefix products of
+    q = (1 - alpha) * confidence + alpha; slots without a label take no part."""
+    smoothed = (1 - alpha) * confidence_NL + alpha
+    prefix = smoothed.cumprod(-1) * real_NL
+    return prefix.flip(-1).cumsum(-1).flip(-1) * real_NL
+
+
+def denominator(labels_AL: torch.Tensor, config: TrainConfig) -> float:
+    """A batch's part of it: the decay weights of its labels, or for D-PACE its blocks."""
+    real = labels_AL >= 0
+    if config.dpace_alpha is not None:
+        return float(real.any(-1).sum())
+    return float((real.cpu() * decay_weights(real.shape[1], config.decay_gamma)).sum())
+
+
+def head_loss(hidden_ALD: torch.Tensor, head: Head, targets: Targets, config: TrainConfig, total: float) -> Outcome:
+    """Loss and its gradient by the hidden states.
+
+    hidden_ALD is detached from the network; the caller goes on with `states.backward(grad)`.
+    """
+    grad = torch.zeros_like(hidden_ALD)
+    correct = torch.zeros(hidden_ALD.shape[:2], dtype=torch.bool, device=hidden_ALD.device)
+    loss = 0.0
+    for first in range(0, len(hidden_ALD), config.loss_chunk):
+        part = slice(first, first + config.loss_chunk)
+        chunk = targets.part(part)
+        value, grad[part], correct[part] = _chunk_loss(hidden_ALD[part], head, chunk, config, total)
+        loss += value
+    return Outcome(loss, grad, correct)
+
+
+def _chunk_loss(
+    hidden: torch.Tensor, head: Head, targets: Targets, config: TrainConfig, total: float
+) -> tuple[float, torch.Tensor, torch.Tensor]:
+    logits, slope = head.logits(hidden)
+    top = logits.max(-1, keepdim=True)
+    correct = (top.indices[..., 0] == targets.labels) & targets.known
+    ids = targets.labels[..., None]
+    if targets.ids is not None:
+        ids = torch.cat([ids, targets.ids], dim=-1)
+    bare = logits.gather(-1, ids)
+    probs = (logits - top.values).exp_()
+    sums = probs.sum(-1, keepdim=True)
+    logprobs = (bare - top.values - sums.log()).requires_grad_(True)
+    loss = _slot_losses(logprobs, targets, config).sum() / max(total, 1e-12)
+    (g,) = torch.autograd.grad(loss, logprobs)
+    grad = probs.mul_(-g.sum(-1, keepdim=True) / sums)
+    grad.scatter_add_(-1, ids, g)
+    if slope is not None:
+        grad = grad * slope
+    if head.multiplier != 1:
+        grad = grad * head.multiplier
+    return float(loss), grad.to(head.weight_VD.dtype) @ head.weight_VD, correct
+
+
+def _slot_losses(logprobs: torch.Tensor, targets: Targets, config: TrainConfig) -> torch.Tensor:
+    """Weighted loss of every slot [N, L]; logprobs of the label first, then of the target's ids."""
+    zero = torch.zeros((), dtype=logprobs.dtype, device=logprobs.device)
+    with torch.no_grad():
+        if config.dpace_alpha is not None:
+            confidence = torch.where(targets.known, logprobs[..., 0].exp(), zero)
+            weights = dpace_weights(confidence, targets.real, config.dpace_alpha)
+        else:
+            weights = decay_weights(logprobs.shape[1], config.decay_gamma).to(logprobs) * targets.real
+    losses = zero
+    if config.ce_weight:
+        losses = losses - config.ce_weight * torch.where(targets.known, logprobs[..., 0], zero)
+    if targets.ids is not None and targets.probs is not None:
+        p, logq = targets.probs, logprobs[..., 1:]
+        if config.kl_weight:
+            kept = p / p.sum(-1, keepdim=True).clamp(min=1e-30)
+            losses = losses + config.kl_weight * (torch.xlogy(kept, kept) - kept * logq).sum(-1)
+        if config.tv_weight:
+            losses = losses + config.tv_weight * (1 - torch.minimum(p.to(logq), logq.exp()).sum(-1))
+    return losses * weights
+
+
+def leading_runs(correct_AL: torch.Tensor, real_AL: torch.Tensor) -> torch.Tensor:
+    """Per block, how many slots are right before the first wrong one: what decoding would accept."""
+    return (correct_AL & real_AL).int().cumprod(-1).sum(-1)

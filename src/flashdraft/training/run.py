@@ -1,0 +1,127 @@
+"""From a configuration to a run: loads the target and the data, makes the draft, trains it."""
+
+from __future__ import annotations
+
+import copy
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..drafters.dflash import DFlashDrafter, DFlashNetwork
+from ..target import Target
+from .config import TrainConfig, load_config
+from .data import ChatTemplate, TokenSequence, read_meta, read_sequences
+from .initialise import draft_config, draft_vocab, new_network
+from .parallel import Group
+from .progress import Progress, write_plot
+from .trainer import Trainer
+from .validation import load_prompts, validate
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def run_training(config_path: str | Path, overrides: Sequence[str] = (), console: Console | None = None) -> bool:
+    """Train as a YAML file says, from the run's last checkpoint if there is one.
+
+    Returns whether it came to the end; if not (Ctrl-C), the state is saved and the console is told
+    how to go on. Raises FlashdraftError.
+    """
+    config = load_config(config_path, overrides)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    group = Group()
+    try:
+        trainer = build_trainer(config, group)
+        return _run(trainer, config_path, overrides, console if group.leads else None)
+    finally:
+        group.close()
+
+
+def _run(trainer: Trainer, config_path: str | Path, overrides: Sequence[str], console: Console | None) -> bool:
+    resumed = trainer.resume()
+    with Progress(console, trainer.num_steps, trainer.step) as progress:
+        progress.say(_opening(trainer, resumed))
+        trainer.run(progress)
+    latest = trainer.checkpoints.run / "latest"
+    if console is not None and trainer.interrupted:
+        command = shlex.join(["flashdraft", "train", str(config_path), *(p for o in overrides for p in ("--set", o))])
+        progress.say(f"stopped after step {trainer.step}, saved as {latest}; go on with: {command}")
+    elif console is not None:
+        plot = write_plot(trainer.checkpoints.run)
+        shown = f"; curves in {plot}" if plot else ""
+        progress.say(f"finished: the draft is in {latest}{shown}; try it with: flashdraft chat --draft {latest}")
+    return not trainer.interrupted
+
+
+def _opening(trainer: Trainer, resumed: bool) -> str:
+    plan, config = trainer.plan, trainer.config
+    size = sum(p.numel() for p in trainer.network.parameters())
+    what = f"going on at step {trainer.step}" if resumed else "starting"
+    return (
+        f"{what}: {len(trainer.sequences)} sequences, {plan.num_anchors} anchors an epoch, "
+        f"{plan.steps_per_epoch} steps an epoch, {trainer.num_steps} steps in all; "
+        f"draft of {size / 1e6:.1f} M parameters, {config.num_layers} layers, block {config.block_size}, "
+        f"{trainer.group.world} process(es)"
+    )
+
+
+def build_trainer(config: TrainConfig, group: Group | None = None, target: Target | None = None) -> Trainer:
+    """All parts of a run, loaded and made."""
+    device = f"cuda:{group.local_rank}" if group is not None and torch.cuda.is_available() else None
+    target = target or Target.load(config.target, dtype=config.dtype, device=device)
+    sequences = load_sequences(config, target)
+    shape = draft_config(config, target, sequences)
+    vocab_ids = draft_vocab(sequences, config.draft_vocab, target) if config.draft_vocab else None
+    weights, copied = new_network(config, shape, target, sequences)
+    network = DFlashNetwork(shape).to(device=target.device, dtype=target.dtype)
+    prompts = load_prompts(config.validation, target, config.validation_prompts) if config.validation else {}
+
+    def score(trainer: Trainer) -> tuple[float, Any]:
+        found = validate(DFlashDrafter(exported(trainer), target), target, prompts, config.validation_tokens)
+        return found.tau, found.as_json()
+
+    return Trainer(
+        config, target, network, dict(weights.named_parameters()), copied, sequences,
+        vocab_ids=vocab_ids, training_info=training_info(config, target), validate=score if prompts else None,
+        group=group,
+    )  # fmt: skip
+
+
+def exported(trainer: Trainer) -> DFlashNetwork:
+    """A copy of the draft network with the weights that would be saved."""
+    network = copy.deepcopy(trainer.network).requires_grad_(False)
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            parameter.copy_(trainer.masters.best_weights[name])
+    return network
+
+
+def load_sequences(config: TrainConfig, target: Target) -> list[TokenSequence]:
+    """All sequences, cut to max_length; those of other targets are refused by their ids."""
+    template = ChatTemplate(target.tokenizer, target.eos_ids) if target.tokenizer is not None else None
+    limit = min(config.max_length, target.max_context)
+    return [
+        _cut(sequence, limit)
+        for sequence in read_sequences(config.data, vocab_size=target.vocab_size, template=template)
+    ]
+
+
+def _cut(sequence: TokenSequence, limit: int) -> TokenSequence:
+    if len(sequence.token_ids) <= limit:
+        return sequence
+    spans = tuple((start, min(end, limit)) for start, end in sequence.loss_spans if start < limit)
+    return TokenSequence(
+        sequence.id, sequence.source, sequence.token_ids[:limit], spans, sequence.temperature, finished=False
+    )
+
+
+def training_info(config: TrainConfig, target: Target) -> dict[str, Any]:
+    """What made the draft, for training.json."""
+    return {
+        "target": target.name,
+        "data": [{"file": Path(path).name, "made_by": read_meta(path)} for path in config.data],
+    }
