@@ -61,8 +61,8 @@ BUGS = [
     Bug(
         "acceptance without the draft's probability",
         "verify.py",
-        "if accept_uniforms[n] * q >= p:",
-        "if accept_uniforms[n] >= p:",
+        "if not accept_uniforms[n] * q < p:",
+        "if not accept_uniforms[n] < p:",
         "test_verify.py",
         "",
     ),
