@@ -104,10 +104,13 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 def _row(line: bytes) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-    except UnicodeDecodeError as error:
-        raise _Bad("bad row", f"byte {error.start} is no UTF-8 text.") from None
-    except ValueError as error:
+        text = line.decode("utf-8-sig")
+        row = json.loads(text)
+        if "\\ud" in text.lower():
+            json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is no text
+    except UnicodeError:
+        raise _Bad("bad row", "not UTF-8 text; save the file as UTF-8.") from None
+    except (ValueError, RecursionError) as error:
         cut = "" if line.endswith(b"\n") else " The line is cut off; if it is being written, wait or write it again."
         raise _Bad("bad row", f"not JSON ({error}).{cut}") from None
     if not isinstance(row, dict):
