@@ -108,7 +108,6 @@ def run_regenerate(options: RegenerateOptions, console: Console) -> Report:
     Raises FlashdraftError for what a user can mend. Whatever stops it, the rows written stay, and the
     same call goes on from there.
     """
-    began = time.monotonic()
     rejected: list[Rejected] = []
     prompts = _read(options, rejected.append)
 
@@ -124,6 +123,7 @@ def run_regenerate(options: RegenerateOptions, console: Console) -> Report:
         run.rejected += output.rejected_before
         for problem in rejected:
             run.reject(problem)
+        began = time.monotonic()
         with Tally(console, len(prompts), len(prompts) - len(todo)) as tally:
             try:
                 for _ in run.answer(todo):
