@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import time
 import warnings
@@ -23,11 +24,11 @@ from safetensors.torch import load_file
 
 from bed import decode
 from flashdraft.drafters.dflash import DFlashDrafter
-from flashdraft.locate import quiet_transformers
 from flashdraft.target import Target
 from flashdraft.types import Draft
 
 HAS_REFERENCE = importlib.util.find_spec("dflash") is not None
+HAS_NATIVE = hasattr(transformers, "MuseGlimmerAssistantModel")  # from 5.19 on
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def reference(folder: Path, model: Any, prompt: Sequence[int], num_tokens: int, 
     """z-lab's `dflash_generate`, greedy. The drafts are what it gives the target to verify."""
     from dflash import model as dflash_model
 
-    with _their_warnings():
+    with their_warnings():
         network = dflash_model.DFlashDraftModel.from_pretrained(folder, dtype=torch.float32).eval()
     drafts: list[tuple[int, ...]] = []
     logits: list[torch.Tensor] = []
@@ -99,7 +100,11 @@ def reference(folder: Path, model: Any, prompt: Sequence[int], num_tokens: int, 
         logits.append(compute(*args))
         return logits[-1]
 
+    passes = itertools.count()
+
     def watch_block(_model: Any, args: tuple[torch.Tensor, ...], _kwargs: Any) -> None:
+        if next(passes) == 0:
+            return  # the prefill
         drafts.append(tuple(args[0][0, 1:].tolist()))
         if not drafts[-1]:
             logits.append(torch.empty(1, 0, model.config.vocab_size))
@@ -108,7 +113,7 @@ def reference(folder: Path, model: Any, prompt: Sequence[int], num_tokens: int, 
     # its statistics ask CUDA for the time
     with (
         handle,
-        _their_warnings(),
+        their_warnings(),
         mock.patch.object(dflash_model, "_cuda_time", time.perf_counter),
         mock.patch.object(network, "compute_logits", watch_logits),
     ):
@@ -116,7 +121,6 @@ def reference(folder: Path, model: Any, prompt: Sequence[int], num_tokens: int, 
             network, model, torch.tensor([list(prompt)]), num_tokens, None, block_size=block_size, return_stats=True
         )
     tokens = tuple(out.output_ids[0, len(prompt) :].tolist())
-    drafts.pop(0)  # the prefill
     return Trace(tokens, _rounds(drafts, [t[0] for t in logits], out.acceptance_lengths))
 
 
@@ -158,7 +162,7 @@ def native(folder: Path, model: Any, prompt: Sequence[int], num_tokens: int, win
             logits.append(scores[0] if scores is not None else torch.empty(0, model.config.vocab_size))
         return found, scores
 
-    with _their_warnings(), mock.patch.object(Generator, "get_candidates", watch):
+    with their_warnings(), mock.patch.object(Generator, "get_candidates", watch):
         out = model.generate(
             torch.tensor([list(prompt)]), assistant_model=native_network(folder, window), speculation_type="dflash",
             max_new_tokens=num_tokens, do_sample=False, eos_token_id=None,
@@ -173,8 +177,18 @@ def _rounds(drafts: list[tuple[int, ...]], logits: list[torch.Tensor], counts: l
 
 
 @contextlib.contextmanager
-def _their_warnings() -> Iterator[None]:
+def their_warnings() -> Iterator[None]:
     """Deprecations of one transformers version in code written for another are not ours."""
-    with warnings.catch_warnings(), quiet_transformers():
-        warnings.simplefilter("ignore")
-        yield
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
