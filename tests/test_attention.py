@@ -147,18 +147,30 @@ def test_bfloat16_is_close(feature: str) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=0.03, atol=0.03)
 
 
-def test_what_lies_behind_a_row_changes_nothing() -> None:
-    """Slots of refused drafts are read, masked, and do not count, to the last bit."""
+@pytest.mark.parametrize("garbage", [1e30, torch.nan, torch.inf])
+def test_what_lies_behind_a_row_changes_nothing(garbage: float) -> None:
+    """Slots of refused drafts and of the row's earlier request are masked, and 0 times NaN is NaN: they are
+    cleared, so one request's overflow does not poison the next, nor a refused draft the next round."""
     q, k, v = pass_inputs(3)
     rows = [3, 1, 0]
     results = []
-    for garbage in (0.0, 1e30):
+    for value in (0.0, garbage):
         cache = filled_cache()
         for row, length in enumerate(LENGTHS):
             for store in cache.layer(0):
-                store[row, :, length:] = garbage
+                store[row, :, length:] = value
         results.append(AttentionPlan(cache, rows, TOKENS).attend(0, q, k, v))
     assert torch.equal(*results)
+
+
+def test_only_what_longer_passes_left_is_cleared() -> None:
+    cache = filled_cache()
+    before = [store.clone() for store in cache.layer(0)]
+    AttentionPlan(cache, [1], TOKENS)
+    for store, old in zip(cache.layer(0), before, strict=True):
+        assert torch.equal(store[1, :, : 70 + TOKENS], old[1, :, : 70 + TOKENS])
+        assert not store[1, :, 70 + TOKENS :].any()
+        assert torch.equal(store[[0, 2, 3, 4]], old[[0, 2, 3, 4]])
 
 
 def test_a_window_skips_what_it_cannot_see() -> None:
@@ -169,19 +181,6 @@ def test_a_window_skips_what_it_cannot_see() -> None:
     for store in cache.layer(0):
         store[3, :, :64] = torch.nan
     found = AttentionPlan(cache, [3], TOKENS).attend(0, q, k, v, window=7)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_request_does_not_poison_the_next(bad: float) -> None:
-    """0 times NaN is NaN, so masking does not help: a row that is given to another request is zeroed."""
-    q, k, v = pass_inputs(1)
-    cache = filled_cache()
-    for store in cache.layer(0):
-        store[3, :, 20:] = bad
-    cache.roll_back(3, 10)
-    expected = by_loops(cache, [3], q, k, v, [TOKENS])
-    found = AttentionPlan(cache, [3], TOKENS).attend(0, q, k, v)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 

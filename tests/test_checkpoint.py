@@ -978,7 +978,7 @@ MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "negative": ({"target_layer_ids": (-1, 3)}, "taps layers [-1], the target's are 0 to 7"),
     "last": ({"target_layer_ids": (1, 7)}, "taps the last layer (7)"),
     "order": ({"target_layer_ids": (3, 1)}, "target_layer_ids [3, 1] do not rise strictly"),
-    "twice": ({"target_layer_ids": (1, 1)}, "do not rise strictly"),
+    "twice": ({"target_layer_ids": (1, 1)}, "target_layer_ids [1, 1] do not rise strictly"),
     "mask outside": ({"mask_token_id": 96}, "mask token 96 is outside the vocabulary of 96"),
     "mask eos": ({"mask_token_id": 3}, "mask token 3 is the target's end-of-text token"),
     "mask pad": ({"mask_token_id": 0}, "mask token 0 is the target's padding token"),

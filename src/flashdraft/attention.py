@@ -32,7 +32,7 @@ class AttentionPlan:
     """Who reads what in one forward pass; masks are built once and shared by all layers.
 
     Args:
-        cache: written at each row's length; lengths are not changed here.
+        cache: written at each row's length, cleared behind the pass; lengths are not changed here.
         rows: cache row of every batch row.
         num_tokens: T, the width of the pass.
         valid: per row, how many of the T tokens are real; the rest is padding, which real tokens
@@ -48,6 +48,8 @@ class AttentionPlan:
         self.starts = [cache.lengths[row] for row in rows]
         self.valid = list(valid) if valid is not None else [num_tokens] * len(self.rows)
         assert all(start + num_tokens <= cache.slots for start in self.starts), "cache is too small"
+        for row, start in zip(self.rows, self.starts, strict=True):
+            cache.clear(row, start + num_tokens)
         self._spans = self._plan()
         self._masks: dict[tuple[object, ...], torch.Tensor] = {}
 

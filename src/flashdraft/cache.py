@@ -72,14 +72,18 @@ class KVCache:
         self.lengths[row] += num_tokens
 
     def roll_back(self, row: int, length: int) -> None:
-        """Forget everything of a row from slot `length` on; it is zeroed, so that a NaN or infinity
-        of one request cannot reach the next through slots that are masked but read."""
+        """Forget everything of a row from slot `length` on."""
         assert 0 <= length <= self.lengths[row]
         self.lengths[row] = length
-        with torch.inference_mode():  # the stores were made in it
-            for store in (store for pair in self._layers.values() for store in pair):
-                store[row, :, length : self._written[row]] = 0
-        self._written[row] = length
+
+    def clear(self, row: int, first: int) -> None:
+        """Zero what earlier, longer passes left in a row from slot `first` on. Such slots are masked
+        but read, and 0 times a NaN or an infinity of theirs would be NaN."""
+        if self._written[row] > first:
+            with torch.inference_mode():  # the stores were made in it
+                for store in (store for pair in self._layers.values() for store in pair):
+                    store[row, :, first : self._written[row]] = 0
+            self._written[row] = first
 
     @property
     def bytes_per_slot(self) -> int:
