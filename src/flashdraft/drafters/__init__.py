@@ -86,8 +86,7 @@ def _ngram(target: Target, draft: str | Path | None, block_size: int | None) -> 
 def _dflash(target: Target, draft: str | Path | None, block_size: int | None) -> Drafter:
     from .dflash import DFlashDrafter
 
-    if draft is None:
-        raise FlashdraftError("the drafter dflash needs a trained draft; name its folder with --draft.")
+    assert draft is not None
     return DFlashDrafter.load(draft, target, block_size)
 
 
@@ -98,13 +97,23 @@ DRAFTERS: dict[str, Callable[[Target, str | Path | None, int | None], Drafter]] 
 }
 
 
-def make_drafter(
-    target: Target, name: str | None = None, draft: str | Path | None = None, block_size: int | None = None
-) -> Drafter:
-    """A drafter by name. Without one: dflash if a draft is given, else plain decoding."""
+def drafter_name(name: str | None = None, draft: str | Path | None = None) -> str:
+    """The name in the table that a choice means; a choice that cannot work is an error.
+
+    Without a name: dflash if a draft is given, else plain decoding.
+    """
     name = name or ("dflash" if draft is not None else "none")
     if name not in DRAFTERS:
         raise FlashdraftError(f"no drafter is called {name!r}; expected one of {', '.join(DRAFTERS)}.")
     if draft is not None and name in ("none", "ngram"):
         raise FlashdraftError(f"the drafter {name} takes no draft, but {str(draft)!r} was given; use --drafter dflash.")
-    return DRAFTERS[name](target, draft, block_size)
+    if draft is None and name == "dflash":
+        raise FlashdraftError("the drafter dflash needs a trained draft; name its folder with --draft.")
+    return name
+
+
+def make_drafter(
+    target: Target, name: str | None = None, draft: str | Path | None = None, block_size: int | None = None
+) -> Drafter:
+    """A drafter by name. Without one: dflash if a draft is given, else plain decoding."""
+    return DRAFTERS[drafter_name(name, draft)](target, draft, block_size)

@@ -1,0 +1,249 @@
+"""The same prompts decoded plainly and with speculation: are the texts equal, and what is gained?
+
+Both arms are the same engine; plain decoding is the drafter that proposes nothing. Both arms begin
+each prompt once before any clock counts, and timed runs alternate between the arms.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from .drafters import Drafter
+from .engine import Engine
+from .terminal import COLOURS, console, print_line, printable, shows_colour, tokens_per_second, waiting
+from .text import encode_chat, encode_text
+from .types import FlashdraftError, Request, Result, SamplingParams
+
+if TYPE_CHECKING:
+    from .target import Target
+
+# Columns a terminal needs to have for two texts side by side.
+WIDE = 100
+
+# Tokens of a run that only warms up. What is left to compile comes in one of several timed runs, and
+# the median leaves that one out.
+_WARM_UP = 16
+
+# Gaps between the two best logits, by precision, that rounding may close. A bfloat16 logit between
+# 16 and 32 is a multiple of 1/8, and several layers' rounding adds to that.
+_NEAR_TIE = {torch.bfloat16: 0.5, torch.float16: 0.1, torch.float32: 1e-3, torch.float64: 1e-9}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt; `repeats_prompt` says whether its answer is expected to reuse the prompt's words."""
+
+    kind: str
+    prompt: str
+    repeats_prompt: bool
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Timed runs of both arms on one case, and what their texts have in common.
+
+    differs_at: index of the first token that differs, None if none does. gap: between the two best
+    logits there, in plain decoding; None where the texts agree or one has ended.
+    """
+
+    case: Case
+    plain: tuple[Result, ...]
+    speculative: tuple[Result, ...]
+    differs_at: int | None = None
+    gap: float | None = None
+
+    @property
+    def speeds(self) -> tuple[float | None, float | None]:
+        """Median tokens a second of the plain and the speculative arm."""
+        plain, speculative = (
+            [speed for speed in map(tokens_per_second, runs) if speed is not None]
+            for runs in (self.plain, self.speculative)
+        )
+        return (median(plain) if plain else None, median(speculative) if speculative else None)
+
+
+def read_prompts(file: Path | None = None) -> list[Case]:
+    """Cases of a JSON file: a list of objects with `prompt`, and `kind` and `repeats_prompt` if you
+    like. None reads the built-in ones."""
+    try:
+        if file is None:
+            text = (resources.files(__package__) / "data" / "demo_prompts.json").read_text(encoding="utf-8")
+        else:
+            text = file.read_text(encoding="utf-8")
+        raw = json.loads(text)
+    except OSError as error:
+        raise FlashdraftError(f"the prompts cannot be read from {file}: {error.strerror}.") from error
+    except ValueError as error:
+        raise FlashdraftError(f"{file} cannot be read as JSON: {error}.") from error
+    good = (
+        isinstance(raw, list) and raw and all(isinstance(item, dict) and _is_text(item.get("prompt")) for item in raw)
+    )
+    if not good:
+        raise FlashdraftError(
+            f'{file} holds no prompts; expected a list such as [{{"kind": "story", "prompt": "..."}}].'
+        )
+    return [
+        Case(str(item.get("kind", f"prompt {i + 1}")), item["prompt"], bool(item.get("repeats_prompt", False)))
+        for i, item in enumerate(raw)
+    ]
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def run(target: Target, drafter: Drafter, cases: Sequence[Case], params: SamplingParams, repeat: int) -> bool:
+    """Show all cases and the table. False if texts differ where rounding does not explain it."""
+    screen = console(sys.stdout)
+    prompts = [_encode(target, case.prompt) for case in cases]
+    room = min(target.max_context, max(map(len, prompts)) + params.max_tokens)
+    plain, speculative = (
+        Engine(target, made, max_context=room, reuse_prefix=False) for made in (None, drafter)
+    )  # the prefix of a prompt that was decoded before would be free, so it is not reused
+    _introduce(screen, target, drafter)
+    done = []
+    for case, prompt in zip(cases, prompts, strict=True):
+        with waiting(f"{case.kind}: decoding both ways"):
+            done.append(compare(plain, speculative, case, Request(prompt, params), repeat))
+        _show(screen, done[-1])
+    _show_table(screen, done, repeat)
+    return all(explained(comparison, target.dtype) for comparison in done)
+
+
+def _encode(target: Target, prompt: str) -> list[int]:
+    if target.tokenizer is not None and not target.tokenizer.chat_template:
+        return encode_text(target.tokenizer, prompt)
+    return encode_chat(target.tokenizer, [{"role": "user", "content": prompt}])
+
+
+def compare(plain: Engine, speculative: Engine, case: Case, request: Request, repeat: int) -> Comparison:
+    """Warm both arms up, time them in turns, and look for the first token that differs."""
+    arms: list[tuple[Engine, list[Result]]] = [(plain, []), (speculative, [])]
+    short = replace(request, params=replace(request.params, max_tokens=min(_WARM_UP, request.params.max_tokens)))
+    for engine, _ in arms:
+        engine.run([short])
+    for _ in range(repeat):
+        for engine, results in arms:
+            results += engine.run([request])
+    comparison = Comparison(case, tuple(arms[0][1]), tuple(arms[1][1]))
+    found = [
+        at
+        for one, other in zip(comparison.plain, comparison.speculative, strict=True)
+        if (at := first_difference(one.token_ids, other.token_ids)) is not None
+    ]
+    if not found:
+        return comparison
+    looked = plain.run([replace(request, params=replace(request.params, logprobs=2))])[0]
+    at = min(found)
+    best = looked.tokens[at].top_logprobs if at < len(looked.tokens) else ()
+    return replace(comparison, differs_at=at, gap=best[0][1] - best[1][1] if len(best) == 2 else None)
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """Index of the first token that differs, None if the sequences are equal."""
+    if tuple(one) == tuple(other):
+        return None
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def explained(comparison: Comparison, dtype: torch.dtype) -> bool:
+    """Whether the texts are equal or part at a near-tie of that precision."""
+    if comparison.differs_at is None:
+        return True
+    return comparison.gap is not None and comparison.gap <= _NEAR_TIE[dtype]
+
+
+def _introduce(screen: Console, target: Target, drafter: Drafter) -> None:
+    dtype = str(target.dtype).removeprefix("torch.")
+    where = f"{torch.get_num_threads()} CPU threads" if target.device.type == "cpu" else str(target.device)
+    screen.print(f"{target.name} in {dtype} on {where}, greedy, drafter {drafter.name}")
+    if drafter.name == "ngram":
+        screen.print(
+            "No trained draft ships yet, so drafts come from prompt lookup (n-grams): that helps where an answer "
+            "repeats its prompt, and cannot help with open questions. Prompts of both kinds follow."
+        )
+    if shows_colour(screen):
+        own = ("the target's own tokens", COLOURS["bonus"])
+        screen.print(Text.assemble(("drafted and accepted tokens", COLOURS["draft"]), ", ", own))
+
+
+def _show(screen: Console, comparison: Comparison) -> None:
+    """A case: its prompt, both texts, and the verdict."""
+    plain, speculative = comparison.plain[-1], comparison.speculative[-1]
+    texts = [Text(printable(plain.text)), _coloured(speculative)]
+    screen.print()
+    screen.rule(Text(printable(comparison.case.kind), "bold"), align="left", style="dim")
+    screen.print(Text(printable(comparison.case.prompt.split("\n")[0]), "italic", overflow="ellipsis", no_wrap=True))
+    if screen.width >= WIDE:
+        grid = Table(box=None, padding=(0, 2, 0, 0), expand=True, header_style="dim")
+        grid.add_column("plain", ratio=1)
+        grid.add_column("speculative", ratio=1)
+        grid.add_row(*texts)
+        screen.print(grid)
+    else:
+        for name, text in zip(("plain", "speculative"), texts, strict=True):
+            screen.print(Group(Text(name, "dim"), text))
+    print_line(screen, verdict(comparison))
+
+
+def _coloured(result: Result) -> Text:
+    return Text.assemble(*((printable(token.text), COLOURS[token.origin]) for token in result.tokens))
+
+
+def verdict(comparison: Comparison) -> Text:
+    """One sentence on whether the texts are equal."""
+    plain, speculative = comparison.plain[-1], comparison.speculative[-1]
+    total, at = len(plain.token_ids), comparison.differs_at
+    if at is None:
+        return Text(f"identical: {total} of {total} tokens", "bold")
+    said = [repr(result.tokens[at].text) if at < len(result.tokens) else "nothing" for result in (plain, speculative)]
+    sentence = f"differs from token {at + 1} on: plain {said[0]}, speculative {said[1]}; "
+    if comparison.gap is None:
+        return Text(sentence + "one text is longer.", "bold red")
+    return Text(
+        f"{sentence}the two best logits are {comparison.gap:.3g} apart there. A pass over several tokens rounds "
+        "differently from a pass over one, which can decide a near-tie either way.",
+        "bold yellow",
+    )
+
+
+def _show_table(screen: Console, done: Sequence[Comparison], repeat: int) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("prompt", no_wrap=True)
+    for name in ("tokens", "tok/s\nplain", "tok/s\nspeculative", "ratio", "acceptance\nlength"):
+        table.add_column(name, justify="right")
+    for comparison in sorted(done, key=lambda c: not c.case.repeats_prompt):
+        plain, speculative = comparison.speeds
+        stats = comparison.speculative[-1].stats
+        table.add_row(
+            Text(printable(comparison.case.kind)),
+            str(len(comparison.speculative[-1].token_ids)),
+            _number(plain, ".1f"),
+            _number(speculative, ".1f"),
+            _number(speculative / plain if plain and speculative else None, ".2f"),
+            _number(stats.acceptance_length if stats.rounds else None, ".2f"),
+        )
+    equal = sum(comparison.differs_at is None for comparison in done)
+    screen.print()
+    screen.print(table)
+    screen.print()
+    screen.print(
+        f"Texts: {equal} of {len(done)} identical, token by token. Speed: decoding without the prompt's pass, both "
+        f"arms through the same engine, median of {repeat} run{'s' if repeat > 1 else ''}."
+    )
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
