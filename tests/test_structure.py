@@ -13,7 +13,8 @@ SOURCE = ROOT / "src" / "flashdraft"
 
 # docs/design.md, section 3: a module imports only from those before it.
 ORDER = [
-    "types", "sampling", "tree", "verify", "cache", "attention", "locate", "target", "draft_config", "checkpoint",
+    "types", "sampling", "tree", "verify", "cache", "attention", "model_folder", "gguf_header", "loading", "dequantise", "locate",
+    "bridge", "probe", "target", "draft_config", "checkpoint",
     "drafters.ngram", "drafters.layers", "drafters.dflash", "drafters", "text", "session", "engine",
     "terminal", "doctor", "demo", "cli", "__init__", "__main__",
 ]  # fmt: skip

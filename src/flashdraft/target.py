@@ -1,10 +1,9 @@
 """The target: a Hugging Face causal LM behind our own cache and attention path.
 
-The only module that touches the model. It registers one attention function with transformers and
-hands every forward pass an `AttentionPlan` through the model's keyword arguments; the model's own
-cache is never used. What the model computes besides attention (norms, rotary embeddings, scaled
-embeddings, logit caps) stays the model's code, so any family works whose layers all call that
-function. A probe at load proves it for this very model, roll back included, or refuses it.
+The only module that runs the model. Every pass goes through our attention and cache (bridge.py);
+the model's own cache is never used. What the model computes besides attention (norms, rotary
+embeddings, scaled embeddings, logit caps) stays the model's code. A probe at load proves for this
+very model, roll back included, that this is exact, or refuses it (probe.py).
 """
 
 from __future__ import annotations
@@ -19,64 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from . import bridge, probe
 from .attention import AttentionPlan
 from .cache import KVCache, round_up
+from .loading import load_folder, without_collection
+from .locate import locate_target
+from .model_folder import one_line
 from .types import FlashdraftError, TargetOutput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-# Our name in transformers' table of attention functions. It may not contain "flash": names that do
-# are taken for kernels to fetch from the hub.
-ATTENTION = "draft_cache"
-
-# Keyword arguments of transformers' attention interface that change the result, and our name for
-# them. One that is set and not listed here would be ignored silently: refused instead.
-_UNDERSTOOD = {"sliding_window", "softcap", "s_aux", "sinks", "is_causal", "dropout", "flashdraft_plan"}
-_HARMLESS = {
-    "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states",
-    "return_dict", "logits_to_keep", "position_embeddings", "cu_seq_lens_q", "cu_seq_lens_k",
-    "max_length_q", "max_length_k", "head_mask", "cache", "past_key_values", "deterministic",
-}  # fmt: skip
-
-
-def _attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """What every attention layer of a target calls; see transformers' AttentionInterface."""
-    plan = kwargs.get("flashdraft_plan")
-    if plan is None:
-        raise FlashdraftError(
-            f"{type(module).__name__} does not pass attention arguments on, so flashdraft cannot give it a cache; "
-            "use a target of another family (docs/targets.md lists them)."
-        )
-    strange = [k for k, v in kwargs.items() if k not in _UNDERSTOOD | _HARMLESS and v is not None and v is not False]
-    if strange:
-        raise FlashdraftError(
-            f"{type(module).__name__} uses attention features flashdraft does not know: {', '.join(strange)}."
-        )
-    layer = module.layer_idx
-    plan.seen_layers.add(layer)
-    sinks = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
-    out = plan.attend(
-        layer, query, key, value,
-        scale=scaling, window=kwargs.get("sliding_window"), softcap=kwargs.get("softcap"), sinks=sinks,
-    )  # fmt: skip
-    return out, None
-
-
-class _TargetPlan(AttentionPlan):
-    """An attention plan that notes which layers came by; the probe reads it."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.seen_layers: set[int] = set()
 
 
 class Target:
@@ -87,35 +38,35 @@ class Target:
         num_tokens: ids the tokenizer knows; those above are padding of the vocabulary.
         eos_ids: ids that end an answer. pad_id: or None.
         max_context: the longest sequence the model is made for, prompt and answer together.
+        windows: per decoder layer, how many tokens a token sees, itself included; None is all.
     """
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = "target"
     ) -> None:
         """Take over a loaded model (its attention is switched to ours). Raises FlashdraftError if
-        it cannot be decoded exactly under roll back."""
-        self.model = model.eval().requires_grad_(False)
+        it cannot be decoded exactly under roll back, and leaves the model as it was."""
+        probe.check_kind(model, name)
+        self.model = model
         self.tokenizer = tokenizer
         self.name = name
-        config = model.config.get_text_config()
-        self.config = config
-        if getattr(config, "is_encoder_decoder", False):
-            raise FlashdraftError(f"{name} is an encoder-decoder model; expected a decoder-only causal LM.")
-        embeddings = model.get_input_embeddings()
-        if not isinstance(embeddings, nn.Embedding):
-            raise FlashdraftError(f"{name} has no token embedding table; expected a decoder-only causal LM.")
-        self.device: torch.device = embeddings.weight.device
-        self.dtype: torch.dtype = embeddings.weight.dtype
-        self.vocab_size = int(embeddings.num_embeddings)
-        self.hidden_size = int(embeddings.embedding_dim)
-        self.num_tokens = min(len(tokenizer), self.vocab_size) if tokenizer is not None else self.vocab_size
-        self.max_context = _first_int(config, "max_position_embeddings", "n_positions", "n_ctx") or 1 << 20
-        self.eos_ids = _eos_ids(model, tokenizer)
-        pad = getattr(config, "pad_token_id", None)
-        self.pad_id = pad if pad is not None else getattr(tokenizer, "pad_token_id", None)
-        self.layers = _decoder_layers(model, name)
+        self.config = model.config
+        weight: torch.Tensor = model.get_input_embeddings().weight
+        self.device: torch.device = weight.device
+        self.dtype: torch.dtype = weight.dtype
+        self.vocab_size, self.hidden_size = int(weight.shape[0]), int(weight.shape[1])
+        self.num_tokens = _num_tokens(tokenizer, self.vocab_size, name)
+        self.max_context = _max_context(model.config)
+        self.eos_ids = _eos_ids(model, tokenizer, self.vocab_size)
+        self.pad_id = _pad_id(model, tokenizer, self.vocab_size)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        _probe(self)
+        with probe.unchanged_if_refused(model, name):
+            model.eval()
+            ids = probe.probe_tokens(self)
+            expected = probe.own_logits(self, ids)
+            self.layers, self.windows = probe.read_layers(self, ids)
+            probe.check_roll_back(self, ids, expected)
+        model.requires_grad_(False)
 
     @classmethod
     def load(
@@ -125,12 +76,11 @@ class Target:
 
         dtype "auto" is bfloat16 where the hardware computes in it, else float32.
         """
-        from .locate import locate_target, quiet_transformers
-
-        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        folder = locate_target(source)
-        with quiet_transformers():
-            model, tokenizer = _load_folder(folder, resolve_dtype(dtype, device), str(source))
+        device = usable_device(device)
+        wanted = resolve_dtype(dtype, device)
+        # What is wrong in the lines above is said before this, which may take long.
+        with without_collection():
+            model, tokenizer = load_folder(locate_target(source), wanted, str(source))
             return cls(model.to(device), tokenizer, name=str(source))
 
     @property
@@ -149,6 +99,15 @@ class Target:
         """Logits of hidden states by the bare LM head, without caps or scales the model adds."""
         out: torch.Tensor = self.model.get_output_embeddings()(hidden)
         return out
+
+    def head_rows(self, ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The LM head's weight [N, D] and bias [N] or None, for some token ids only."""
+        head = self.model.get_output_embeddings()
+        weight, bias = head.weight, getattr(head, "bias", None)
+        if ids is None:
+            return weight, bias
+        ids = ids.to(weight.device)
+        return weight[ids].contiguous(), bias[ids].contiguous() if bias is not None else None
 
     @torch.inference_mode()
     def forward(
@@ -169,23 +128,20 @@ class Target:
             keep: which positions' logits to compute: all, one index, or slice(0, 0) for none.
             layer_ids: decoder layers whose outputs to return, joined along the width.
         """
-        plan = _TargetPlan(cache, rows, tokens_BT.shape[1], valid)
+        plan = AttentionPlan(cache, rows, tokens_BT.shape[1], valid)
         # Padding may lie beyond the last position that a learned table has.
         positions = plan.positions(self.device).clamp_(max=self.max_context - 1)
-        with self._tapped(layer_ids) as taps:
-            logits = self._logits(tokens_BT, positions, plan, keep)
-        if len(plan.seen_layers) != self.num_layers:
-            raise FlashdraftError(_stateful_sentence(self.name, plan.seen_layers, self.num_layers))
-        features = torch.cat([taps[i] for i in layer_ids], dim=-1) if layer_ids else None
-        return TargetOutput(logits, features)
+        with self._tapped(layer_ids) as taps, bridge.running(plan, self.windows):
+            logits = self._logits(tokens_BT, positions, keep)
+        # The layers of a model that is spread over devices sit elsewhere than its embedding.
+        features = torch.cat([taps[i].to(self.device) for i in layer_ids], dim=-1) if layer_ids else None
+        return TargetOutput(logits.to(self.device), features)
 
-    def _logits(
-        self, tokens_BT: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan, keep: slice | int
-    ) -> torch.Tensor:
+    def _logits(self, tokens_BT: torch.Tensor, positions: torch.Tensor, keep: slice | int) -> torch.Tensor:
         index = torch.arange(tokens_BT.shape[1], device=self.device)[keep].reshape(-1)
         some = index.numel() < tokens_BT.shape[1]
         kwargs: dict[str, Any] = {"logits_to_keep": index} if some and self._keeps_logits else {}
-        out = self.model(input_ids=tokens_BT, position_ids=positions, use_cache=False, flashdraft_plan=plan, **kwargs)
+        out = self.model(input_ids=tokens_BT, position_ids=positions, use_cache=False, **kwargs)
         logits: torch.Tensor = out.logits
         return logits[:, index] if some and not self._keeps_logits else logits
 
@@ -207,6 +163,23 @@ class Target:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def usable_device(device: str | torch.device | None = None) -> torch.device:
+    """The device of a name, tried out; None is a GPU if there is one, else the CPU."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise FlashdraftError(f"device is {device!r}; expected cpu, or cuda, cuda:1... with a GPU.") from error
+    try:
+        if torch.empty(0, device=found).is_meta:
+            raise RuntimeError("meta tensors hold no values")
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = one_line(error).split(". ")[0].rstrip(".")
+        raise FlashdraftError(f"device {device!r} cannot be used ({reason}); take cpu, or cuda with a GPU.") from error
+    return found
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
@@ -234,101 +207,57 @@ def fast_bf16(device: torch.device) -> bool:
     return any(bool(getattr(torch.cpu, name, lambda: False)()) for name in probes)
 
 
-def _load_folder(folder: Path, dtype: torch.dtype, name: str) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True,
-            attn_implementation="eager",
-        )  # fmt: skip
-    except Exception as error:  # transformers raises many kinds; a user needs the sentence, not the kind
-        raise FlashdraftError(f"{name} cannot be loaded as a causal LM: {_one_line(error)}") from error
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:
-        raise FlashdraftError(f"{name} has no usable tokenizer: {_one_line(error)}") from error
-    return model, tokenizer
+def _num_tokens(tokenizer: Any, vocab_size: int, name: str) -> int:
+    if tokenizer is None:
+        return vocab_size
+    if len(tokenizer) == 0:
+        raise FlashdraftError(f"the tokenizer of {name} knows no token; expected one made for the model.")
+    base = int(tokenizer.vocab_size)
+    if base > vocab_size:
+        raise FlashdraftError(
+            f"the tokenizer of {name} has {base} tokens and the model {vocab_size}; expected the model's own tokenizer."
+        )
+    # Added tokens may lie behind a gap, or (as an image token of some text models) beyond the table.
+    added = max(tokenizer.added_tokens_decoder, default=-1) + 1
+    return min(max(len(tokenizer), added), vocab_size)
 
 
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= 300 else text[:297] + "..."
-
-
-def _first_int(config: Any, *names: str) -> int | None:
-    for name in names:
-        value = getattr(config, name, None)
+def _max_context(config: Any) -> int:
+    found = 1 << 20
+    for attribute in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"):
+        value = getattr(config, attribute, None)
         if isinstance(value, int) and value > 0:
-            return value
-    return None
+            found = value
+            break
+    # Frequencies of these kinds change with the length of the text once it exceeds the original
+    # context: keys in the cache would no longer fit. Up to there they are fixed.
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if part.get("rope_type") in ("dynamic", "longrope"):
+            original = part.get("original_max_position_embeddings") or found
+            found = min(found, int(original))
+    return found
 
 
-def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+def _eos_ids(model: Any, tokenizer: Any, vocab_size: int) -> frozenset[int]:
     found: set[int] = set()
-    for holder in (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer):
+    for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
         value = getattr(holder, "eos_token_id", None)
-        found.update([value] if isinstance(value, int) else value or [])
+        values: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
+        found.update(v for v in values if _is_id(v, vocab_size))
     return frozenset(found)
 
 
-def _decoder_layers(model: Any, name: str) -> nn.ModuleList:
-    wanted = model.config.get_text_config().num_hidden_layers
-    for module in model.base_model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == wanted:
-            return module
-    raise FlashdraftError(f"{name} has no list of {wanted} decoder layers; expected a decoder-only causal LM.")
+def _pad_id(model: Any, tokenizer: Any, vocab_size: int) -> int | None:
+    for holder in (model.config, tokenizer):
+        value: Any = getattr(holder, "pad_token_id", None)
+        if _is_id(value, vocab_size):
+            return int(value)
+    return None
 
 
-def _stateful_sentence(name: str, seen: set[int], num_layers: int) -> str:
-    missing = [i for i in range(num_layers) if i not in seen]
-    return (
-        f"{name} cannot be decoded speculatively: layers {missing[:8]} of {num_layers} keep a state (recurrent, "
-        "linear-attention or shared) that is no plain key/value cache and cannot be rolled back; "
-        "use a target whose layers all attend."
-    )
-
-
-def _use_our_attention(model: Any, name: str) -> None:
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(ATTENTION, _attention)
-    try:
-        model.set_attn_implementation(ATTENTION)
-    except Exception as error:
-        raise FlashdraftError(
-            f"{name} ({type(model).__name__}) does not let its attention be replaced: {_one_line(error)}"
-        ) from error
-
-
-@torch.inference_mode()
-def _probe(target: Target) -> None:
-    """Switch to our attention, and prove it: 12 tokens in pieces, with a wrong draft rolled back,
-    give the logits of one pass through the model's own attention."""
-    model, name = target.model, target.name
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(target.vocab_size, (2, 12), generator=generator).to(target.device)
-    model.set_attn_implementation("eager")
-    expected = model(input_ids=ids[:1], use_cache=False).logits[0]
-    _use_our_attention(model, name)
-
-    cache = target.new_cache(1, 16)
-    parts = [target.forward(ids[:1, :6], cache, [0]).logits_BTV[0]]
-    cache.keep(0, 6)
-    target.forward(ids[1:, :4], cache, [0])  # a draft that is refused
-    parts.append(target.forward(ids[:1, 6:11], cache, [0]).logits_BTV[0])
-    cache.keep(0, 5)
-    parts.append(target.forward(ids[:1, 11:], cache, [0]).logits_BTV[0])
-    found = torch.cat(parts)
-
-    tolerance = 1e-3 if target.dtype in (torch.float32, torch.float64) else 0.1
-    scale = float(expected.float().norm())
-    error = float((found.float() - expected.float()).norm()) / max(scale, 1e-30)
-    if not error < tolerance:
-        raise FlashdraftError(
-            f"{name} ({type(model).__name__}) cannot be decoded exactly: after a roll back its logits differ from a "
-            f"fresh pass by {error:.1%} (expected under {tolerance:.1%}); use a target of another family."
-        )
+def _is_id(value: Any, vocab_size: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < vocab_size
 
 
 def padded_width(num_tokens: int, dtype: torch.dtype) -> int:
