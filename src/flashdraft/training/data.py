@@ -145,9 +145,9 @@ def read_prompts(paths: Iterable[str | Path], on_reject: OnReject) -> Iterator[P
             name = ""
             try:
                 row = _row(line)
+                name = _name(row, "", "id")
                 system, turns = _turns(row)
-                digest = hashlib.sha256(json.dumps([system, turns]).encode()).hexdigest()[:16]
-                name = _name(row, digest, "id")
+                name = name or hashlib.sha256(json.dumps([system, turns]).encode()).hexdigest()[:16]
                 if name in seen:
                     raise _Bad("duplicate id", f"id {name} was used before ({seen[name]}); ids have to differ.")
             except _Bad as problem:
