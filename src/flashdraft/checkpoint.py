@@ -2,6 +2,8 @@
 
 A folder holds config.json (draft_config.py) and model.safetensors: the weights without embedding and
 head, which are the target's. `training.json`, what made the draft, travels along if it is there.
+A draft trained on a part of the vocabulary has the part's ids in draft_vocab.safetensors: engines
+that do not know the file draft from the whole vocabulary, with the same weights.
 """
 
 from __future__ import annotations
@@ -26,10 +28,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ARCHITECTURE", "DraftConfig", "check_against", "config_json", "parse_config", "read", "read_training",
-    "tensor_shapes", "write",
+    "read_vocab", "tensor_shapes", "write",
 ]  # fmt: skip
 
 CONFIG, WEIGHTS, TRAINING = "config.json", "model.safetensors", "training.json"
+VOCAB = "draft_vocab.safetensors"
 
 # Element types of a weight, as safetensors spells them. Integers and 8-bit floats are quantised files.
 _FLOATS = {"F64", "F32", "F16", "BF16"}
@@ -64,6 +67,22 @@ def read_training(folder: str | Path) -> dict[str, Any] | None:
     file = Path(folder).expanduser() / TRAINING
     with _reading(file):
         return _read_json(file) if file.exists() else None
+
+
+def read_vocab(folder: str | Path, config: DraftConfig) -> torch.Tensor | None:
+    """The ids a draft was trained to propose, int64 and rising, or None for the whole vocabulary."""
+    file = Path(folder).expanduser() / VOCAB
+    with _reading(file):
+        if not file.exists():
+            return None
+        with safe_open(file, framework="pt") as stored:
+            names = list(stored.keys())
+            ids: torch.Tensor | None = stored.get_tensor("ids") if names == ["ids"] else None
+    if ids is None or ids.dtype != torch.int64 or ids.ndim != 1 or not len(ids):
+        raise FlashdraftError(f"{file} holds {', '.join(names) or 'nothing'}; expected one int64 list named ids.")
+    if int(ids[0]) < 0 or int(ids[-1]) >= config.vocab_size or bool((ids[1:] <= ids[:-1]).any()):
+        raise FlashdraftError(f"{file}: the ids do not rise strictly within the vocabulary of {config.vocab_size}.")
+    return ids
 
 
 @contextlib.contextmanager
@@ -233,8 +252,10 @@ def write(
     config: DraftConfig,
     weights: Mapping[str, torch.Tensor],
     training: Mapping[str, Any] | None = None,
+    vocab_ids: torch.Tensor | None = None,
 ) -> None:
-    """Save a draft that `read` and the public tools load. `training` becomes training.json.
+    """Save a draft that `read` and the public tools load. `training` becomes training.json, and
+    `vocab_ids` the draft vocabulary beside the weights.
 
     An older draft in the folder is replaced, other files stay. All is written beside its place and
     then moved: a failure leaves the older draft. Killed in the middle of the move it leaves a folder
@@ -256,6 +277,8 @@ def write(
             _write_json(stage / CONFIG, raw)
             if training is not None:
                 _write_json(stage / TRAINING, training)
+            if vocab_ids is not None:
+                save_file({"ids": vocab_ids.to("cpu", torch.int64)}, stage / VOCAB)
             _move_in(stage, path)
         finally:
             shutil.rmtree(stage, ignore_errors=True)
@@ -286,17 +309,17 @@ def _move_in(stage: Path, path: Path) -> None:
     old = Path(tempfile.mkdtemp(prefix="old-", dir=stage))
     moved = []
     try:
-        for name in (CONFIG, WEIGHTS, TRAINING):
+        for name in (CONFIG, WEIGHTS, VOCAB, TRAINING):
             if (path / name).exists():
                 (path / name).replace(old / name)
-        for name in (WEIGHTS, TRAINING, CONFIG):
+        for name in (WEIGHTS, VOCAB, TRAINING, CONFIG):
             if (stage / name).exists():
                 (stage / name).replace(path / name)
                 moved.append(name)
     except BaseException:
         for name in moved:
             (path / name).unlink()
-        for name in (WEIGHTS, TRAINING, CONFIG):
+        for name in (WEIGHTS, VOCAB, TRAINING, CONFIG):
             if (old / name).exists():
                 (old / name).replace(path / name)
         raise

@@ -11,11 +11,13 @@ tokens are committed, and kept; the block's own are written behind them for one 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from .. import checkpoint
@@ -136,11 +138,18 @@ class DFlashDrafter:
         network: in the target's dtype, on its device. Switched to evaluation, not changed.
         target: its embedding and head are borrowed; the model is not called.
         block_size: None takes the network's; others work, with fewer accepted tokens.
+        vocab_ids: the only ids it proposes, rising; None is all of them.
     """
 
     name = "dflash"
 
-    def __init__(self, network: DFlashNetwork, target: Target, block_size: int | None = None) -> None:
+    def __init__(
+        self,
+        network: DFlashNetwork,
+        target: Target,
+        block_size: int | None = None,
+        vocab_ids: torch.Tensor | None = None,
+    ) -> None:
         checkpoint.check_against(network.config, target)
         size = block_size if block_size is not None else network.config.block_size
         if not 1 <= size <= MOST_BLOCK:
@@ -152,7 +161,17 @@ class DFlashDrafter:
         self.block_size = size
         self.max_draft_tokens = size - 1
         self.target_layer_ids = network.config.target_layer_ids if size > 1 else ()
-        self._embed, self._head = target.embed, target.head
+        self._embed = target.embed
+        self._head: Callable[[torch.Tensor], torch.Tensor] = target.head
+        self._vocab_ids = None
+        if vocab_ids is not None:
+            if int(vocab_ids[-1]) >= target.num_tokens:
+                raise FlashdraftError(
+                    f"the draft vocabulary has the id {int(vocab_ids[-1])}; the target has {target.num_tokens} tokens."
+                )
+            self._vocab_ids = vocab_ids.to(target.device)
+            weight, bias = target.head_rows(vocab_ids)
+            self._head = functools.partial(F.linear, weight=weight, bias=bias)
         self._num_tokens = target.num_tokens
         self._device = target.device
 
@@ -167,7 +186,8 @@ class DFlashDrafter:
         del weights  # or a conversion below would hold both copies of the whole network
         network.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_context)
         network.requires_grad_(False)
-        return cls(network.to(device=target.device, dtype=target.dtype), target, block_size)
+        vocab_ids = checkpoint.read_vocab(folder, config)
+        return cls(network.to(device=target.device, dtype=target.dtype), target, block_size, vocab_ids)
 
     def open(self, rows: int, capacity: int) -> DFlashState:
         return DFlashState(rows, capacity, self.block_size)
@@ -208,13 +228,24 @@ class DFlashDrafter:
         tokens_BN = torch.zeros(len(rows), width, dtype=torch.int64, device=self._device)
         probs: list[torch.Tensor | None] = []
         for b, (sampler, length) in enumerate(zip(samplers, lengths, strict=True)):
-            tokens, draft_probs = draw(sampler, logits_BNV[b, :length])
+            tokens, draft_probs = self._draw(sampler, logits_BNV[b, :length])
             tokens_BN[b, :length] = tokens
             probs.append(draft_probs)
         return Draft(tokens_BN, lengths, probs_NV=tuple(probs))
 
+    def _draw(self, sampler: RowSampler, logits_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Tokens and distributions over all ids, from logits over the draft's own."""
+        if self._vocab_ids is None:
+            return draw(sampler, logits_NV)
+        if sampler.plain_argmax:  # nothing but the order counts: no need to spread them out
+            return self._vocab_ids[sampler.choose(logits_NV)], None
+        wide = logits_NV.new_full((len(logits_NV), sampler.vocab_size), -torch.inf)
+        wide[:, self._vocab_ids] = logits_NV
+        return draw(sampler, wide)
+
     def _block_logits(self, state: DFlashState, rows: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-        """Logits [B, N, V] of the masked slots, from one pass over all rows' blocks."""
+        """Logits [B, N, V] of the masked slots, from one pass over all rows' blocks; V counts the
+        draft's own vocabulary."""
         config = self.network.config
         width = max(lengths) + 1
         tokens = torch.full((len(rows), width), config.mask_token_id, dtype=torch.int64)
@@ -227,8 +258,9 @@ class DFlashDrafter:
         embeds = self._embed(tokens.to(self._device)) * config.embedding_scale
         hidden = self.network(embeds, plan.positions(self._device), attend)
         logits = self.network.shape_logits(self._head(hidden[:, 1:]))
-        # ids above the tokenizer's are padding of the table (the mask token is often one): no draft
-        logits[..., self._num_tokens :] = -torch.inf
+        if self._vocab_ids is None:
+            # ids above the tokenizer's are padding of the table (the mask token is often one): no draft
+            logits[..., self._num_tokens :] = -torch.inf
         return logits
 
 

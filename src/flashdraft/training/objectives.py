@@ -28,16 +28,24 @@ class Head:
     multiplier: float = 1.0
     softcap: float | None = None
 
-    def logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """fp32 (or fp64) logits, and d(logits) / d(bare logits) where it is not the multiplier."""
-        bare = torch.nn.functional.linear(hidden, self.weight_VD, self.bias_V)
+    def logits(self, hidden_NLD: torch.Tensor) -> torch.Tensor:
+        """fp32 (or fp64) logits [N, L, V]. Flat on the way: torch multiplies [N, L, D] @ [D, V] block by
+        block, with a copy of the head for each, where it cannot see that one product would do."""
+        flat = hidden_NLD.reshape(-1, hidden_NLD.shape[-1])
+        bare = torch.nn.functional.linear(flat, self.weight_VD, self.bias_V).view(*hidden_NLD.shape[:2], -1)
         wide = bare if bare.dtype == torch.float64 else bare.float()
         if self.multiplier != 1:
             wide = wide * self.multiplier
-        if self.softcap is None:
-            return wide, None
-        squashed = torch.tanh(wide / self.softcap)
-        return squashed * self.softcap, 1 - squashed.square()
+        return wide if self.softcap is None else torch.tanh(wide / self.softcap) * self.softcap
+
+    def gradient(self, grad_NLV: torch.Tensor, logits_NLV: torch.Tensor) -> torch.Tensor:
+        """By the hidden states [N, L, D], from that by the logits."""
+        if self.softcap is not None:
+            grad_NLV = grad_NLV * (1 - (logits_NLV / self.softcap).square())
+        if self.multiplier != 1:
+            grad_NLV = grad_NLV * self.multiplier
+        flat = grad_NLV.flatten(0, 1).to(self.weight_VD.dtype) @ self.weight_VD
+        return flat.view(*grad_NLV.shape[:2], -1)
 
 
 @dataclass(frozen=True)
@@ -130,7 +138,7 @@ def head_loss(hidden_ALD: torch.Tensor, head: Head, targets: Targets, config: Tr
 def _chunk_loss(
     hidden: torch.Tensor, head: Head, targets: Targets, config: TrainConfig, total: float
 ) -> tuple[float, torch.Tensor, torch.Tensor]:
-    logits, slope = head.logits(hidden)
+    logits = head.logits(hidden)
     top = logits.max(-1, keepdim=True)
     correct = (top.indices[..., 0] == targets.labels) & targets.known
     ids = targets.labels[..., None]
@@ -144,11 +152,7 @@ def _chunk_loss(
     (g,) = torch.autograd.grad(loss, logprobs)
     grad = probs.mul_(-g.sum(-1, keepdim=True) / sums)
     grad.scatter_add_(-1, ids, g)
-    if slope is not None:
-        grad = grad * slope
-    if head.multiplier != 1:
-        grad = grad * head.multiplier
-    return float(loss), grad.to(head.weight_VD.dtype) @ head.weight_VD, correct
+    return float(loss.detach()), head.gradient(grad, logits), correct
 
 
 def _slot_losses(logprobs: torch.Tensor, targets: Targets, config: TrainConfig) -> torch.Tensor:

@@ -159,7 +159,7 @@ class Trainer:
         dtype = self.target.dtype
         weights = {name: weight.to(dtype) for name, weight in self.masters.best_weights.items()}
         info = {**self._info, "step": self.step, "best_tau": self.best_tau, "config": as_json(self.config)}
-        checkpoint.write(folder, self.network.config, weights, info)
+        checkpoint.write(folder, self.network.config, weights, info, self.vocab_ids)
 
     def run(self, progress: Progress) -> None:
         """Train to the end, or until somebody interrupts; either way the state is saved."""

@@ -15,7 +15,7 @@ from ..drafters.dflash import DFlashDrafter
 from ..engine import Engine
 from ..target import Target
 from ..types import FlashdraftError, Request, Round, SamplingParams
-from .data import ChatTemplate, read_prompts
+from .data import ChatTemplate, Prompt, read_prompts
 
 
 @dataclass(frozen=True)
@@ -54,20 +54,21 @@ def score_rounds(rounds: Sequence[Round], num_slots: int) -> DomainScore:
 
 
 def load_prompts(paths: Sequence[str], target: Target, count: int) -> dict[str, list[list[int]]]:
-    """Token ids of the first `count` prompts of each file, by the file's name."""
+    """Token ids of `count` prompts of each file, evenly spread over it, by the file's name."""
     template = ChatTemplate(target.tokenizer, target.eos_ids)
     found: dict[str, list[list[int]]] = {}
     for path in paths:
-        prompts = []
-        for prompt in read_prompts([path], _refuse):
-            system = [{"role": "system", "content": prompt.system}] if prompt.system else []
-            prompts.append(template.opening([*system, {"role": "user", "content": prompt.turns[0]}]))
-            if len(prompts) == count:
-                break
-        if not prompts:
+        rows = list(read_prompts([path], _refuse))
+        if not rows:
             raise FlashdraftError(f"{path} has no prompt to validate on.")
-        found[Path(path).name.split(".")[0]] = prompts
+        chosen = rows if len(rows) <= count else [rows[i * len(rows) // count] for i in range(count)]
+        found[Path(path).name.split(".")[0]] = [_opening(prompt, template) for prompt in chosen]
     return found
+
+
+def _opening(prompt: Prompt, template: ChatTemplate) -> list[int]:
+    system = [{"role": "system", "content": prompt.system}] if prompt.system else []
+    return template.opening([*system, {"role": "user", "content": prompt.turns[0]}])
 
 
 def _refuse(rejected: Any) -> None:
