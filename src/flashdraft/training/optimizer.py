@@ -60,7 +60,7 @@ class Masters:
                 for part, decay in ((matrices, config.weight_decay), (vectors, 0.0))
                 if part
             ]
-        self._adam = torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), eps=1e-8, foreach=True)
+        self._adam = torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), eps=1e-8, fused=True)
         self.publish()
 
     def _groups(self, copied: Collection[str]) -> list[tuple[float, list[str]]]:
