@@ -9,6 +9,7 @@ Randomness is counter-based (sampling.counter_key), so a run can be resumed from
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,14 @@ def usable_anchors(sequence: TokenSequence) -> list[tuple[int, int]]:
     """
     spans = [(max(start, 1), min(end, len(sequence.token_ids))) for start, end in sequence.loss_spans]
     return [(p, end) for start, end in spans for p in range(start, end - 1)]
+
+
+def fingerprint(sequences: Sequence[TokenSequence]) -> str:
+    """SHA-256 of what the plan and the loss depend on, so that a resumed run has the same data."""
+    digest = hashlib.sha256()
+    for sequence in sequences:
+        digest.update(repr((sequence.token_ids, sequence.loss_spans)).encode())
+    return digest.hexdigest()
 
 
 def permutation(seed: int, n: int, stream: int) -> list[int]:

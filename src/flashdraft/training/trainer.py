@@ -28,7 +28,7 @@ from .features import FeatureSource
 from .objectives import Head, Outcome, denominator, head_loss, leading_runs, make_targets
 from .optimizer import Masters, learning_rate
 from .parallel import Group
-from .plan import Plan
+from .plan import Plan, fingerprint
 from .progress import MetricsFile, Progress
 
 
@@ -89,6 +89,7 @@ class Trainer:
         self.step = 0
         self.best_tau = 0.0
         self._stop_asked = False
+        self._data_sha256 = fingerprint(sequences)
 
     # -- one step ------------------------------------------------------------------------------
 
@@ -139,6 +140,8 @@ class Trainer:
         if saved is None:
             return False
         changes = config_diff(saved.state["config"], as_json(self.config))
+        if saved.state["data_sha256"] != self._data_sha256:
+            changes.append("data: the files hold other sequences than before")
         if changes:
             raise FlashdraftError(
                 f"{self.checkpoints.run} was trained with another configuration: {'; '.join(changes)}. "
@@ -151,7 +154,12 @@ class Trainer:
     def save(self) -> Path | None:
         if not self.group.leads:
             return None
-        state = {"step": self.step, "best_tau": self.best_tau, "config": as_json(self.config)}
+        state = {
+            "step": self.step,
+            "best_tau": self.best_tau,
+            "config": as_json(self.config),
+            "data_sha256": self._data_sha256,
+        }
         return self.checkpoints.save(self.step, self.masters.state(), state, self.write_draft)
 
     def write_draft(self, folder: Path) -> None:
