@@ -57,6 +57,19 @@ class Notes:
     limit: int
     modules: dict[int, nn.Module] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
+    _masks: list[tuple[torch.Tensor, int | None]] = field(default_factory=list)
+
+    def hand_out(self, mask: torch.Tensor, window: int | None) -> None:
+        self._masks.append((mask, window))
+
+    def window_of(self, mask: torch.Tensor | None, num_queries: int, num_keys: int) -> int | None:
+        """The window a handed out mask stands for. A view of it will do; a mask computed from it or
+        from anything else says something that we do not know: FlashdraftError."""
+        if mask is not None and mask.shape[-2:] == (num_queries, num_keys):
+            for known, window in self._masks:
+                if mask.untyped_storage().data_ptr() == known.untyped_storage().data_ptr():
+                    return window
+        raise FlashdraftError("its attention mask is made in a way flashdraft does not know.")
 
 
 _pass: ContextVar[_Pass | None] = ContextVar("flashdraft_pass", default=None)
@@ -145,12 +158,9 @@ def _note_attention(
         raise FlashdraftError(f"layer {layer} ({kind}) attends more than once in a pass; expected one cache per layer.")
     if key.shape[2] != query.shape[2] or is_causal is False:
         raise FlashdraftError(f"{kind} attends to more than the tokens of the text; expected causal self-attention.")
-    window: Any = getattr(attention_mask, "flashdraft_window", "unknown")
-    if window == "unknown":
-        raise FlashdraftError(f"{kind} changes its attention mask in a way flashdraft does not know.")
-    notes.modules[layer] = module
-    notes.windows[layer] = window
     batch, heads, tokens, _ = query.shape
+    notes.windows[layer] = notes.window_of(attention_mask, tokens, key.shape[2])
+    notes.modules[layer] = module
     return value.new_zeros(batch, tokens, heads, value.shape[-1]), None
 
 
@@ -163,11 +173,11 @@ def _note_mask(
     device: torch.device | str = "cpu",
     **_unused: Any,
 ) -> torch.Tensor:
-    """A mask of zeros that carries the window the model's mask rule comes to."""
+    """A mask of zeros that stands for the window the model's mask rule comes to."""
     notes = _notes.get()
     assert notes is not None, "the probe's masks are for probing passes"
     mask = torch.zeros(batch_size, 1, q_length, kv_length, dtype=dtype, device=device)
-    mask.flashdraft_window = _window_of(mask_function, notes.limit, device)  # type: ignore[attr-defined]
+    notes.hand_out(mask, _window_of(mask_function, notes.limit, device))
     return mask
 
 

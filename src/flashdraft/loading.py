@@ -52,9 +52,27 @@ def _config(folder: ModelFolder, name: str) -> Any:
     if own is None:
         raise FlashdraftError(f"{name} is a {kind} model; expected a decoder-only causal LM for text.")
     try:
-        return AutoConfig.from_pretrained(folder.path, trust_remote_code=False, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder.path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers raises many kinds; a user needs the sentence, not the kind
         raise FlashdraftError(f"config.json of {name} is no {kind} configuration: {one_line(error)}") from error
+    check_text_decoder(config, name)
+    return config
+
+
+def check_text_decoder(config: Any, name: str) -> None:
+    """Refuse encoder-decoders, and models that wrap a language model with others."""
+    kind = getattr(config, "model_type", "") or type(config).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        raise FlashdraftError(f"{name} is an encoder-decoder model ({kind}); expected a decoder-only causal LM.")
+    try:
+        single = config.get_text_config() is config
+    except ValueError:  # several language models inside
+        single = False
+    if not single:
+        raise FlashdraftError(
+            f"{name} is a model of several modalities ({kind}); expected a causal LM for text alone, "
+            "such as the language model inside it."
+        )
 
 
 def check_size(config: Any, num_weights: int, name: str, quantised: bool = False) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from . import bridge
+from .loading import check_text_decoder
 from .model_folder import one_line
 from .types import FlashdraftError
 
@@ -31,13 +32,7 @@ def check_kind(model: Any, name: str) -> None:
     """Refuse what the configuration already gives away."""
     config = model.config
     kind = getattr(config, "model_type", "") or type(model).__name__
-    if getattr(config, "is_encoder_decoder", False):
-        raise FlashdraftError(f"{name} is an encoder-decoder model ({kind}); expected a decoder-only causal LM.")
-    if config.get_text_config() is not config:
-        raise FlashdraftError(
-            f"{name} is a model of several modalities ({kind}); expected a causal LM for text alone, "
-            "such as the language model inside it."
-        )
+    check_text_decoder(config, name)
     if model.get_output_embeddings() is None or not isinstance(model.get_input_embeddings(), nn.Embedding):
         raise FlashdraftError(f"{name} ({kind}) has no token embedding or no LM head; expected a causal LM.")
     strange = sorted({str(k) for k in getattr(config, "layer_types", None) or ()} - _PLAIN_LAYERS)
@@ -165,6 +160,8 @@ def _check_own_cache(model: Any, windows: Sequence[int | None], limit: int) -> N
     if strange:
         raise FlashdraftError(f"it needs more than keys and values in its cache ({', '.join(strange)}).")
     for i, (layer, window) in enumerate(zip(layers, windows, strict=False)):
+        if type(layer).__name__ == "DummyLayer":
+            continue
         evicts = layer.sliding_window if type(layer).__name__ == "DynamicSlidingWindowLayer" else limit
         if min(evicts, limit) != (window or limit):
             raise FlashdraftError(

@@ -154,6 +154,11 @@ class Target:
         def hook(index: int) -> Any:
             def keep(_module: nn.Module, _args: object, output: Any) -> None:
                 taps[index] = output[0] if isinstance(output, tuple) else output
+                if taps[index].ndim != 3:
+                    raise FlashdraftError(
+                        f"decoder layers of {self.name} put out states of shape {list(taps[index].shape)}; a drafter "
+                        "that reads them expects [rows, tokens, width]: use one that taps no layers, such as ngram."
+                    )
 
             return keep
 
