@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from .terminal import TokenPrinter, console, print_line, summary
+from .terminal import TokenPrinter, console, count_of, print_line, summary
 from .text import encode_chat
 from .types import FlashdraftError, Request, Result, SamplingParams
 
@@ -146,7 +146,7 @@ class Chat:
             self._printer.end()
         if result is None:
             self._interrupted = True
-            self._say(f"stopped after {count} tokens; Ctrl-C again or Ctrl-D leaves")
+            self._say(f"stopped after {count_of(count, 'token')}; Ctrl-C again or Ctrl-D leaves")
         else:
             sampled = request.params.temperature > 0
             line = summary(result, drafting=self._drafting, sampled=sampled, reused=True)

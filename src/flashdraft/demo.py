@@ -22,7 +22,7 @@ from rich.text import Text
 
 from .drafters import Drafter
 from .engine import Engine
-from .terminal import COLOURS, console, print_line, printable, shows_colour, tokens_per_second, waiting
+from .terminal import COLOURS, console, count_of, print_line, printable, shows_colour, tokens_per_second, waiting
 from .text import encode_chat, encode_text
 from .types import FlashdraftError, Request, Result, SamplingParams
 
@@ -167,7 +167,7 @@ def explained(comparison: Comparison, dtype: torch.dtype) -> bool:
 
 def _introduce(screen: Console, target: Target, drafter: Drafter) -> None:
     dtype = str(target.dtype).removeprefix("torch.")
-    where = f"{torch.get_num_threads()} CPU threads" if target.device.type == "cpu" else str(target.device)
+    where = count_of(torch.get_num_threads(), "CPU thread") if target.device.type == "cpu" else str(target.device)
     screen.print(f"{target.name} in {dtype} on {where}, greedy, drafter {drafter.name}")
     if drafter.name == "ngram":
         screen.print(
@@ -241,7 +241,7 @@ def _show_table(screen: Console, done: Sequence[Comparison], repeat: int) -> Non
     screen.print()
     screen.print(
         f"Texts: {equal} of {len(done)} identical, token by token. Speed: decoding without the prompt's pass, both "
-        f"arms through the same engine, median of {repeat} run{'s' if repeat > 1 else ''}."
+        f"arms through the same engine, median of {count_of(repeat, 'run')}."
     )
 
 

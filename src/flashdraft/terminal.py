@@ -95,7 +95,7 @@ def summary(result: Result, *, drafting: bool, sampled: bool, reused: bool = Fal
         reused: say how much of the prompt was still in the cache.
     """
     stats = result.stats
-    line = Text(_count(len(result.token_ids), "token"), style="dim")
+    line = Text(count_of(len(result.token_ids), "token"), style="dim")
     if drafting:
         accepted = sum(token.origin == "draft" for token in result.tokens)
         line.append(" (").append(f"{accepted} drafted", COLOURS["draft"]).append(", ")
@@ -105,7 +105,11 @@ def summary(result: Result, *, drafting: bool, sampled: bool, reused: bool = Fal
     if speed is not None:
         parts.append(f"{speed:.1f} tok/s")
     if stats.rounds:
-        parts += [f"acceptance length {stats.acceptance_length:.2f}", _count(len(stats.rounds), "round"), _time(stats)]
+        parts += [
+            f"acceptance length {stats.acceptance_length:.2f}",
+            count_of(len(stats.rounds), "round"),
+            _time(stats),
+        ]
     if reused:
         parts.append(f"{stats.num_reused_tokens} of {stats.num_prompt_tokens} prompt tokens reused")
     parts.append(result.finish_reason)
@@ -122,7 +126,7 @@ def _time(stats: Stats) -> str:
     return "time " + ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in shares.items())
 
 
-def _count(number: int, noun: str) -> str:
+def count_of(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
