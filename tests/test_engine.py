@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Sequence
@@ -37,6 +38,11 @@ def alone(name: str, wanted: Request) -> Result:
     return new_engine(name).run([wanted])[0]
 
 
+@functools.cache
+def alone_mixed(name: str) -> list[tuple[Any, ...]]:
+    return [essence(alone(name, wanted)) for wanted in MIXED]
+
+
 def essence(result: Result) -> tuple[Any, ...]:
     """All of a result that may not depend on its company."""
     rounds = tuple((r.num_drafted, r.num_accepted, r.num_committed) for r in result.stats.rounds)
@@ -56,12 +62,12 @@ MIXED = [
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("max_rows", [2, 3, 8])
+@pytest.mark.parametrize("max_rows", [2, 8])
 def test_different_requests_in_one_batch_each_equal_alone(name: str, max_rows: int) -> None:
     """D8: parameters, limits and rounds are a row's own: tokens, and what was drafted and accepted,
     do not depend on batch mates. More requests than rows wait their turn."""
-    expected = [essence(alone(name, wanted)) for wanted in MIXED]
-    for seed in range(3):
+    expected = alone_mixed(name)
+    for seed in range(2):
         order = random.Random(seed).sample(range(len(MIXED)), len(MIXED))
         results = new_engine(name, max_rows=max_rows).run([MIXED[i] for i in order])
         assert [essence(r) for r in results] == [expected[i] for i in order]
@@ -70,8 +76,8 @@ def test_different_requests_in_one_batch_each_equal_alone(name: str, max_rows: i
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_requests_that_join_and_leave_at_any_time(name: str) -> None:
     """Rows join between rounds, and some are cancelled; the others say what they say alone."""
-    expected = [essence(alone(name, wanted)) for wanted in MIXED]
-    for seed in range(3):
+    expected = alone_mixed(name)
+    for seed in range(2):
         rng = random.Random(seed)
         engine = new_engine(name, max_rows=3)
         ids: dict[int, int] = {}
@@ -95,8 +101,8 @@ def test_requests_that_join_and_leave_at_any_time(name: str) -> None:
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("chunk", [1, 3, 512])
 def test_a_prompt_in_pieces_is_the_same_prompt(name: str, chunk: int) -> None:
-    for wanted in MIXED[:3]:
-        assert essence(new_engine(name, prefill_chunk=chunk).run([wanted])[0]) == essence(alone(name, wanted))
+    for wanted, expected in zip(MIXED[:3], alone_mixed(name), strict=False):
+        assert essence(new_engine(name, prefill_chunk=chunk).run([wanted])[0]) == expected
 
 
 # --- prefix reuse ----------------------------------------------------------------------------
