@@ -16,7 +16,7 @@ ORDER = [
     "types", "sampling", "tree", "verify", "cache", "attention", "model_folder", "gguf_header", "loading", "dequantise", "locate",
     "bridge", "probe", "target", "draft_config", "checkpoint",
     "drafters.ngram", "drafters.layers", "drafters.dflash", "drafters", "text", "session", "engine",
-    "terminal", "doctor", "demo", "cli", "__init__", "__main__",
+    "terminal", "chat", "doctor", "demo", "options", "cli", "__init__", "__main__",
 ]  # fmt: skip
 
 
