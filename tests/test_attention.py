@@ -13,7 +13,8 @@ from flashdraft.attention import AttentionPlan
 from flashdraft.cache import KVCache
 
 HEADS, KV_HEADS, DIM, TOKENS, SLOTS = 4, 2, 8, 5, 200
-LENGTHS = [0, 70, 70, 131, 63]  # one row a bucket border, two that share a span, one empty
+# One row empty, two that share a span though their windows begin in different buckets, one a bucket border.
+LENGTHS = [0, 66, 110, 131, 63]
 
 
 def filled_cache(dtype: torch.dtype = torch.float64, kv_heads: int = KV_HEADS) -> KVCache:
@@ -168,8 +169,8 @@ def test_only_what_longer_passes_left_is_cleared() -> None:
     before = [store.clone() for store in cache.layer(0)]
     AttentionPlan(cache, [1], TOKENS)
     for store, old in zip(cache.layer(0), before, strict=True):
-        assert torch.equal(store[1, :, : 70 + TOKENS], old[1, :, : 70 + TOKENS])
-        assert not store[1, :, 70 + TOKENS :].any()
+        assert torch.equal(store[1, :, : 66 + TOKENS], old[1, :, : 66 + TOKENS])
+        assert not store[1, :, 66 + TOKENS :].any()
         assert torch.equal(store[[0, 2, 3, 4]], old[[0, 2, 3, 4]])
 
 

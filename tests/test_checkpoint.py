@@ -865,12 +865,15 @@ class Crash(BaseException):
     """Not an Exception: what a kill looks like to `finally`."""
 
 
-@pytest.mark.parametrize("at", range(9))
+@pytest.mark.parametrize("at", range(10))
 @pytest.mark.parametrize("training", [None, {"steps": 9}])
+@pytest.mark.parametrize("older", ["with training.json", "without"])
 def test_a_failure_leaves_the_older_draft(
-    folder: Path, at: int, training: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+    folder: Path, at: int, training: dict[str, Any] | None, older: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Saving fails at its n-th step (write a file, move a file): the folder is as before, or finished."""
+    if older == "without":
+        (folder / "training.json").unlink()
     before = {f.name: f.read_bytes() for f in folder.iterdir()}
     network = random_network(tiny_target("llama", "float32"), seed=5, block_size=4)
     steps = iter(range(100))
