@@ -16,7 +16,11 @@ ORDER = [
     "types", "sampling", "tree", "verify", "cache", "attention", "model_folder", "gguf_header", "loading", "dequantise", "locate",
     "bridge", "probe", "target", "draft_config", "checkpoint",
     "drafters.ngram", "drafters.layers", "drafters.dflash", "drafters", "text", "session", "engine",
-    "terminal", "chat", "doctor", "demo", "options", "cli", "__init__", "__main__",
+    "training", "training.data", "training.output", "training.tally", "training.endpoints", "training.ways",
+    "training.regenerate", "training.config", "training.plan", "training.blocks", "training.features", "training.objectives", "training.initialise",
+    "training.optimizer", "training.checkpoints", "training.validation", "training.progress", "training.parallel",
+    "training.trainer", "training.run",
+    "terminal", "chat", "doctor", "demo", "options", "training.commands", "cli", "__init__", "__main__",
 ]  # fmt: skip
 
 

@@ -43,6 +43,7 @@ from .options import (
     TopP,
     option,
 )
+from .training.commands import train
 from .types import FlashdraftError, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -326,6 +327,9 @@ def chat(
     from .engine import Engine
 
     Chat(Engine(loaded, made, max_context=context), params, system).run()
+
+
+app.command()(train)
 
 
 @app.command()
