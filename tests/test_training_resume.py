@@ -33,6 +33,9 @@ CHANGES: dict[str, Any] = {
 }  # fmt: skip
 
 
+MUON = {"optimizer": "muon", "ema": None, "dpace_alpha": None}
+
+
 def trainer_in(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> Trainer:
     folder.mkdir(exist_ok=True)
     return build_trainer(tiny_config(folder, rows, **{**CHANGES, **changes}), target=tiny_target("llama", "float32"))
@@ -196,3 +199,11 @@ def test_interrupt_saves(rows: list[dict[str, Any]], whole: str, tmp_path: Path)
     assert trainer.interrupted and read_steps(tmp_path) == 7
     train(tmp_path, rows)
     assert digest(tmp_path) == whole
+
+
+def test_muon_resumes_too(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Its momenta are part of the state."""
+    train(tmp_path / "whole", rows, max_steps=12, decay_share=0.0, **MUON)
+    train(tmp_path / "parts", rows, max_steps=5, decay_share=0.0, **MUON)
+    train(tmp_path / "parts", rows, max_steps=12, decay_share=0.0, **MUON)
+    assert digest(tmp_path / "parts") == digest(tmp_path / "whole")

@@ -17,7 +17,7 @@ from flashdraft import checkpoint
 from flashdraft.drafters.dflash import DFlashDrafter
 from flashdraft.target import Target
 from flashdraft.training.config import TrainConfig, as_json, make_config
-from flashdraft.training.optimizer import learning_rate
+from flashdraft.training.optimizer import learning_rate, orthogonalise
 from flashdraft.training.progress import Progress, read_metrics, write_plot
 from flashdraft.training.run import build_trainer, exported, run_training
 from flashdraft.training.trainer import Trainer
@@ -268,3 +268,20 @@ def test_the_live_panel_has_a_bar_for_each_slot(tmp_path: Path) -> None:
         progress.show(metrics)
     said = console.file.getvalue()  # type: ignore[attr-defined]
     assert "slot  1" in said and "50.0 %" in said and "step 5 of 10" in said
+
+
+@pytest.mark.parametrize("shape", [(12, 30), (30, 12)])
+def test_muon_orthogonalises(shape: tuple[int, int]) -> None:
+    """All singular values come near 1, directions stay."""
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    found = orthogonalise(matrix)
+    values = torch.linalg.svdvals(found)
+    assert values.min() > 0.6 and values.max() < 1.3
+    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+    assert float((found * (u @ v)).sum()) / 12 > 0.8
+
+
+def test_muon_learns(tmp_path: Path) -> None:
+    trainer = tiny_trainer(tmp_path, answers(1), max_steps=60, optimizer="muon", lr=1e-2)
+    reports = [trainer.train_step() for _ in range(60)]
+    assert reports[-1].loss < 0.2 * reports[0].loss

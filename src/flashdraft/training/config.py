@@ -41,6 +41,7 @@ class TrainConfig:
         gamma: slot k weighs exp(-(k - 1) / gamma); None goes by the block size.
         dpace_alpha: D-PACE weights (arXiv 2605.18810) instead of the decay, smoothed by this.
         distribution_tokens: likeliest tokens of the target that the KL and TV terms compare.
+        optimizer: "muon" is for matrices; vectors keep AdamW.
         lr_copied: rate of weights copied from the target; None is `lr`.
         decay_share: last part of a "wsd" schedule in which the rate falls to zero.
         ema: decay of the weights' running mean, which is then what is validated and exported.
@@ -78,6 +79,7 @@ class TrainConfig:
     distribution_tokens: int = 32
     loss_chunk: int = 64
     # the optimizer
+    optimizer: str = "adamw"
     lr: float = 6e-4
     lr_copied: float | None = None
     weight_decay: float = 0.0
@@ -115,6 +117,7 @@ class TrainConfig:
             "blocks_per_batch", self.blocks_per_batch, f"a multiple of anchors_per_piece ({self.anchors_per_piece})",
         )  # fmt: skip
         _require(self.init in ("target", "random"), "init", self.init, '"target" or "random"')
+        _require(self.optimizer in ("adamw", "muon"), "optimizer", self.optimizer, '"adamw" or "muon"')
         _require(self.schedule in ("cosine", "wsd"), "schedule", self.schedule, '"cosine" or "wsd"')
         weights = (self.ce_weight, self.kl_weight, self.tv_weight)
         _require(min(weights) >= 0 and sum(weights) > 0, "ce_weight, kl_weight, tv_weight", weights, "one above 0")

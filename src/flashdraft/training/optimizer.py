@@ -1,4 +1,4 @@
-"""AdamW on fp32 masters of a network that computes in another precision.
+"""AdamW or Muon on fp32 masters of a network that computes in another precision.
 
 The compute network's gradients are added up in the masters' precision, batch by batch; after a step
 the masters are copied back. All state is named tensors, so a checkpoint is one safetensors file.
@@ -51,10 +51,14 @@ class Masters:
         for weight in self.weights.values():
             weight.grad = torch.zeros_like(weight)
         self.means = {k: v.clone() for k, v in self.weights.items()} if config.ema is not None else {}
+        self._muon = Muon() if config.optimizer == "muon" else None
         groups = []
         for rate, names in self._groups(copied):
             matrices = [self.weights[n] for n in names if self.weights[n].ndim > 1]
             vectors = [self.weights[n] for n in names if self.weights[n].ndim == 1]
+            if self._muon is not None:
+                self._muon.add(matrices, rate, config.weight_decay)
+                matrices = []
             groups += [
                 {"params": part, "lr": rate, "rate": rate, "weight_decay": decay}
                 for part, decay in ((matrices, config.weight_decay), (vectors, 0.0))
@@ -87,6 +91,8 @@ class Masters:
         for group in self._adam.param_groups:
             group["lr"] = group["rate"] * share
         self._adam.step()
+        if self._muon is not None:
+            self._muon.step(share)
         for gradient in self.gradients:
             gradient.zero_()
         if self._config.ema is not None:
@@ -112,6 +118,8 @@ class Masters:
         for name, weight in self.weights.items():
             for key, value in self._adam.state.get(weight, {}).items():
                 tensors[f"{key}.{name}"] = value
+            if self._muon is not None and weight in self._muon.momenta:
+                tensors[f"momentum.{name}"] = self._muon.momenta[weight]
         return tensors
 
     @torch.no_grad()
@@ -120,9 +128,46 @@ class Masters:
             weight.copy_(tensors[f"weights.{name}"])
             if self.means:
                 self.means[name].copy_(tensors[f"means.{name}"])
+            if self._muon is not None and f"momentum.{name}" in tensors:
+                self._muon.momenta[weight].copy_(tensors[f"momentum.{name}"])
             keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in tensors]
             if keys:
                 self._adam.state[weight] = {
                     key: tensors[f"{key}.{name}"].clone().to("cpu" if key == "step" else weight.device) for key in keys
                 }
         self.publish()
+
+
+class Muon:
+    """Momentum whose matrix is orthogonalised (Jordan et al. 2024), scaled to AdamW's usual step size
+    (Liu et al., arXiv 2502.16982), so that rates mean the same."""
+
+    momentum = 0.95
+
+    def __init__(self) -> None:
+        self.momenta: dict[torch.Tensor, torch.Tensor] = {}
+        self._settings: list[tuple[torch.Tensor, float, float]] = []
+
+    def add(self, matrices: list[torch.Tensor], rate: float, decay: float) -> None:
+        self.momenta |= {matrix: torch.zeros_like(matrix) for matrix in matrices}
+        self._settings += [(matrix, rate, decay) for matrix in matrices]
+
+    @torch.no_grad()
+    def step(self, share: float) -> None:
+        for matrix, rate, decay in self._settings:
+            assert matrix.grad is not None
+            momentum = self.momenta[matrix].lerp_(matrix.grad, 1 - self.momentum)
+            update = orthogonalise(matrix.grad.lerp(momentum, self.momentum))
+            matrix.mul_(1 - rate * share * decay)
+            matrix.add_(update, alpha=-rate * share * 0.2 * max(matrix.shape) ** 0.5)
+
+
+def orthogonalise(matrix: torch.Tensor) -> torch.Tensor:
+    """About U V^T of its U S V^T: a Newton-Schulz iteration of degree 5 in bfloat16."""
+    x = matrix / (matrix.norm() + 1e-7)
+    x = (x if x.shape[0] <= x.shape[1] else x.T).to(torch.bfloat16)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.775 * square + 2.0315 * square @ square) @ x
+    found: torch.Tensor = x if matrix.shape[0] <= matrix.shape[1] else x.T
+    return found.to(matrix.dtype)
