@@ -249,6 +249,16 @@ def test_every_rejected_row_is_reported_once_with_its_reason(folder: Path, tmp_p
         run(options(folder, write(tmp_path / "none.jsonl", {"prompt": ""}), tmp_path / "n.jsonl"))
 
 
+def test_the_longest_prompt_leaves_room_for_one_token(folder: Path, target: Target, tmp_path: Path) -> None:
+    """D11: at the border of the context."""
+    prompts = write(tmp_path / "p.jsonl", {"id": "a", "prompt": "sun"})
+    length = len(encode_chat(target.tokenizer, [{"role": "user", "content": "sun"}]))
+    run(options(folder, prompts, tmp_path / "fits.jsonl", context=length + 1))
+    assert rows(tmp_path / "fits.jsonl")["a"]["loss_spans"] == [[length, length + 1]]
+    run(options(folder, prompts, tmp_path / "long.jsonl", context=length))
+    assert [r["reason"] for r in rejected(tmp_path / "long.jsonl")] == ["too long"]
+
+
 def test_prompts_up_to_the_limit_and_then_more(folder: Path, tmp_path: Path) -> None:
     prompts, out = prompts_file(tmp_path / "p.jsonl", 6), tmp_path / "o.jsonl"
     assert run(options(folder, prompts, out, limit=2))[0].rows == 2
@@ -723,6 +733,23 @@ def test_a_prompt_that_no_server_answers_is_given_up(
     assert run(remote(tokenizer_only, prompts, out, serve()))[0].rows == 1
     check_remote(prompts, out)
     assert not rejected(out)
+
+
+def test_bad_prompts_do_not_bring_a_good_server_down(
+    serve: Callable[..., Server], tokenizer_only: Path, tmp_path: Path
+) -> None:
+    """Two prompts that fail again and again, beside others that do not, are to blame themselves."""
+
+    def react(server: Server, body: dict[str, Any], handler: Any) -> bool:
+        if "poison" not in body["messages"][-1]["content"]:
+            return False
+        handler.send(500, b"bug")
+        return True
+
+    given = [{"id": text, "turns": [text]} for text in ["poison one", "poison two", *WORDS]]
+    prompts, out = write(tmp_path / "p.jsonl", *given), tmp_path / "o.jsonl"
+    report, said = run(remote(tokenizer_only, prompts, out, serve(react), retries=3, concurrency=2))
+    assert report.rows == len(WORDS) and report.rejected == {"endpoint": 2} and "dropped" not in said
 
 
 def test_a_server_that_refuses_everything_is_dropped_at_once(

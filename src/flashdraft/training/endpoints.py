@@ -267,9 +267,10 @@ class EndpointPool:
                 self._put_back(job)
                 self._drop(endpoint, str(error))
             except _Failed as error:
-                streak = streak + 1 if endpoint.answers == answers else 1
-                answers = endpoint.answers
-                self._failed(endpoint, job, error, streak)
+                if endpoint.answers != answers:
+                    streak, answers = 0, endpoint.answers
+                streak += self._speaks_against(endpoint, job, error)
+                self._try_again(endpoint, job, error, streak)
                 self._pause(endpoint, error, streak)
             else:
                 streak = 0
@@ -295,14 +296,20 @@ class EndpointPool:
             self._jobs.append(job)
             self._changed.notify_all()
 
-    def _failed(self, endpoint: _Endpoint, job: _Job, error: _Failed, streak: int) -> None:
+    def _speaks_against(self, endpoint: _Endpoint, job: _Job, error: _Failed) -> bool:
+        """Note a failure; False if the server answered others since this request first failed there."""
         with self._changed:
             endpoint.failing.add(job.key)
             job.failures += error.reached
             job.failed_at = endpoint
-            job.answers_then.setdefault(endpoint.url, endpoint.answers)
-            answers_others = endpoint.answers > job.answers_then[endpoint.url] or endpoint.failing == {job.key}
-        if error.reached and job.failures >= self._retries and answers_others:
+            then = job.answers_then.setdefault(endpoint.url, endpoint.answers)
+            return not (error.reached and endpoint.answers > then)
+
+    def _try_again(self, endpoint: _Endpoint, job: _Job, error: _Failed, streak: int) -> None:
+        """Give a request up, or put it back; drop a server that fails all the time."""
+        with self._changed:
+            own_fault = endpoint.answers > job.answers_then[endpoint.url] or endpoint.failing == {job.key}
+        if error.reached and job.failures >= self._retries and own_fault:
             self._results.put((job.key, Refusal(f"{endpoint.url} failed {job.failures} times: {error}")))
             return
         self._put_back(job)
@@ -310,7 +317,7 @@ class EndpointPool:
             self._drop(endpoint, f"failed {streak} times in a row, the last time with: {error}")
 
     def _pause(self, endpoint: _Endpoint, error: _Failed, streak: int) -> None:
-        wait = min(self._backoff * 2 ** (streak - 1), _LONGEST_WAIT) * random.uniform(0.5, 1.5)  # noqa: S311
+        wait = min(self._backoff * 2 ** min(streak, 16) / 2, _LONGEST_WAIT) * random.uniform(0.5, 1.5)  # noqa: S311
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or not endpoint.live, max(wait, error.wait))
 
