@@ -6,6 +6,7 @@ Where the two differ from each other the tests say so; docs/drafts.md has the ta
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from pathlib import Path
@@ -13,11 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import peers
 from bed import CONFIGS, PROMPTS, make_model, random_network, random_prompt, tiny_target, trained_network
 from flashdraft import checkpoint
 from flashdraft.drafters.dflash import DFlashNetwork
+from flashdraft.target import Target
+from flashdraft.types import FlashdraftError
 from peers import PeerRound, Trace
 
 needs_reference = pytest.mark.skipif(
@@ -120,6 +124,22 @@ def test_reference_on_other_targets(family: str, name: str, tmp_path: Path) -> N
 
 
 @needs_reference
+def test_reference_on_a_target_that_scales_and_caps(tmp_path: Path) -> None:
+    """D13: the draft gets raw embedding rows and the bare head; scale and cap are its own keys. The
+    target's windows of 8 end inside the prompts."""
+    config = transformers.Gemma2Config(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=256, sliding_window=8, initializer_range=0.25,
+        final_logit_softcapping=5.0, attn_logit_softcapping=5.0, query_pre_attn_scalar=8, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    target = Target(make_model(copy.deepcopy(config), torch.float32), name="tiny gemma2")
+    network = random_network(target, seed=3, embedding_scale=32**0.5, softcap=5.0)
+    folder, model = saved(tmp_path, network), make_model(config, torch.float32)
+    for prompt in PROMPTS[:3]:
+        assert_same(peers.ours(folder, target, prompt, NUM_TOKENS), peers.reference(folder, model, prompt, NUM_TOKENS))
+
+
+@needs_reference
 def test_reference_accepts_what_we_accept(tmp_path: Path) -> None:
     """The comparison would be empty if nothing were ever accepted: counts from 1 to a whole block."""
     folder = saved(tmp_path, network_of("llama", True))
@@ -200,6 +220,20 @@ def test_reference_reads_missing_layer_types_as_we_do(keys: dict[str, Any], tmp_
         peers.ours(folder, tiny_target("llama", "float32"), PROMPTS[2], NUM_TOKENS),
         peers.reference(folder, target_model("llama"), PROMPTS[2], NUM_TOKENS),
     )
+
+
+@needs_reference
+@pytest.mark.parametrize("use", [False, ...])
+def test_sliding_layers_without_a_size_are_refused_by_both(use: Any, tmp_path: Path) -> None:
+    """Without `use_sliding_window` a Qwen3 configuration has no window, and z-lab's code stops at it."""
+    folder = saved(tmp_path, network_of("llama", False, **NETWORKS["sliding"]))
+    raw = json.loads((folder / "config.json").read_text())
+    raw["use_sliding_window"] = use
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if value is not ...}))
+    with pytest.raises(TypeError):
+        peers.reference(folder, target_model("llama"), PROMPTS[0], NUM_TOKENS)
+    with pytest.raises(FlashdraftError, match="they have no size"):
+        checkpoint.read(folder)
 
 
 @needs_reference
