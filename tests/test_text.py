@@ -63,6 +63,13 @@ def test_text_before_half_a_character_is_shown_at_once() -> None:
     assert stream.flush() == ""
 
 
+def test_tokens_without_text_cost_nothing() -> None:
+    """An answer that goes on behind its end (ignore_eos) used to decode all its EOS again each time."""
+    stream = TextStream(TOKENIZER)
+    assert push_all(stream, [*byte_ids("ab"), *[2] * 50, *byte_ids("c"), 99999]) == ["a", "b", *[""] * 50, "c", ""]
+    assert len(stream._ids) == 4
+
+
 def test_flush_gives_what_never_became_a_character() -> None:
     stream = TextStream(TOKENIZER)
     assert push_all(stream, byte_ids(b"a\xe2\x82")) == ["a", "", ""]
@@ -161,6 +168,16 @@ def test_encode_text() -> None:
         encode_text(sentencepiece_like(), "")
 
 
+def test_half_characters_are_refused_in_a_sentence() -> None:
+    """What Python makes of a command line that is no UTF-8; tokenizers raise a TypeError about types."""
+    for encode in (
+        lambda: encode_text(TOKENIZER, "a\ud800"),
+        lambda: encode_chat(chat_tokenizer(CHAT), [{"role": "user", "content": "\udcff"}]),
+    ):
+        with pytest.raises(FlashdraftError, match=r"^the prompt has characters that are no UTF-8 .*\.$"):
+            encode()
+
+
 CHAT = (
     "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}|{% endfor %}{% if add_generation_prompt %}ai:{% endif %}"
 )
@@ -179,6 +196,8 @@ def test_encode_chat() -> None:
         encode_chat(None, [])
     with pytest.raises(FlashdraftError, match="no chat template"):
         encode_chat(chat_tokenizer(None), [])
+    answered = [{"role": "user", "content": "hi"}, {"role": "ai", "content": "ho"}]
+    assert encode_chat(chat_tokenizer(CHAT), answered, answered=True) == byte_ids("user:hi|ai:ho|")
     refusing = chat_tokenizer("{{ raise_exception('only users may speak') }}")
     with pytest.raises(FlashdraftError, match="only users may speak"):
         encode_chat(refusing, [{"role": "system", "content": "x"}])

@@ -90,6 +90,8 @@ class Session:
         samplers = self._samplers_of(rows)
         began = self._now()
         draft = self.drafter.propose(self.state, rows, samplers, limits)
+        assert draft.parents_BN is None, "a session verifies chains"
+        assert all(n <= limit for n, limit in zip(draft.lengths_B, limits, strict=True)), "more than was asked for"
         drafted = [tokens[:n] for tokens, n in zip(draft.tokens_BN.tolist(), draft.lengths_B, strict=True)]
         proposed = self._now()
         anchors = torch.tensor([[self.tokens[row][-1]] for row in rows], device=self.target.device)

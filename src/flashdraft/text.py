@@ -74,8 +74,15 @@ class TextStream:
             return new
         if now != before:  # a window may not begin with tokens without text: the next would count as the first
             self._window = self._shown
+        elif self._is_special(token):  # or endless ones would be decoded again and again
+            self._ids.pop()
         self._shown, self._ahead = len(self._ids), 0
         return new
+
+    def _is_special(self, token: int) -> bool:
+        """Whether the decoder skips a token wherever it stands."""
+        assert self._tokenizer is not None
+        return not self._tokenizer.decode([token], skip_special_tokens=True) and bool(self._tokenizer.decode([token]))
 
     def _text(self, end: int) -> str:
         assert self._tokenizer is not None
@@ -100,7 +107,7 @@ def encode_text(tokenizer: PreTrainedTokenizerBase | None, text: str) -> list[in
     """Token ids of raw text, with whatever the tokenizer puts in front by itself."""
     if tokenizer is None:
         raise FlashdraftError("this target has no tokenizer; give token ids.")
-    ids = list(tokenizer(text)["input_ids"])
+    ids = _tokenize(tokenizer, text)
     if not ids and tokenizer.bos_token_id is not None:
         ids = [tokenizer.bos_token_id]
     if not ids:
@@ -130,4 +137,14 @@ def encode_chat(
         text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=not answered, tokenize=False, **mode)
     except Exception as error:  # templates raise what they like
         raise FlashdraftError(f"the chat template refuses this conversation: {error}") from error
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return _tokenize(tokenizer, text, add_special_tokens=False)
+
+
+def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise FlashdraftError(
+            "the prompt has characters that are no UTF-8 (lone surrogates); mend its encoding."
+        ) from None
+    return list(tokenizer(text, **options)["input_ids"])
