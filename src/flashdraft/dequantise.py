@@ -71,9 +71,8 @@ def dequantised(gguf: Path) -> Path:
 
 
 def _cannot_keep(gguf: Path, place: Path, error: Exception) -> FlashdraftError:
-    reason = getattr(error, "strerror", None) or one_line(error)
     return FlashdraftError(
-        f"the unpacked weights of {gguf.name} cannot be kept in {place}: {reason}; "
+        f"the unpacked weights of {gguf.name} cannot be kept in {place}: {one_line(error)}; "
         "set FLASHDRAFT_CACHE to a folder with room that can be written."
     )
 
@@ -88,7 +87,7 @@ def _fingerprint(gguf: Path) -> str:
                 file.seek(stat.st_size * sample // 64)
                 digest.update(file.read(4096))
     except OSError as error:
-        raise FlashdraftError(f"{gguf} cannot be read: {error.strerror or error}.") from error
+        raise FlashdraftError(f"{gguf} cannot be read: {one_line(error)}.") from error
     return digest.hexdigest()[:16]
 
 
@@ -153,7 +152,7 @@ def _convert(gguf: Path, header: GgufHeader, out: Path) -> None:
         except FlashdraftError:
             raise
         except Exception as error:  # transformers and gguf raise many kinds
-            raise FlashdraftError(f"{gguf} cannot be read as a GGUF model: {one_line(error)}") from error
+            raise FlashdraftError(f"{gguf} cannot be read as a GGUF model: {one_line(error)}.") from error
         try:
             model.save_pretrained(out)
             tokenizer.save_pretrained(out)

@@ -4,17 +4,21 @@ readers loop as often as a count says, and a damaged count says 2**60.
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from .model_folder import one_line
 from .types import FlashdraftError
 
 # value type -> bytes; 8 is a string, 9 an array
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
 _INTEGERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 10: "<Q", 11: "<q"}
+_LAYER = re.compile(rb"blk\.(\d{1,9})\.")
+_MAX_EXPERTS = 1 << 12
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ def read_header(path: Path) -> GgufHeader:
         with path.open("rb") as file:
             return _read(_Reader(file, path.stat().st_size, path.name))
     except OSError as error:
-        raise FlashdraftError(f"{path} cannot be read: {error.strerror or error}.") from error
+        raise FlashdraftError(f"{path} cannot be read: {one_line(error)}.") from error
 
 
 def _read(reader: _Reader) -> GgufHeader:
@@ -102,24 +106,28 @@ def _read(reader: _Reader) -> GgufHeader:
         number = reader.metadata(reader.value("<I"))
         if number is not None:
             numbers[key] = number
+    names, total = _check_tensors(reader, num_tensors, numbers.get(b"general.alignment", 32))
+    layers = {int(found[1]) for name in names if (found := _LAYER.match(name))}
     for key, number in numbers.items():
-        if key.endswith(b".block_count") and number > num_tensors:
-            raise reader.damaged(f"it claims {number:,} layers and has {num_tensors:,} tensors")
-        if key.endswith(b".expert_count") and number > 1 << 12:
+        # Layers beyond the count would be left out silently, others filled at random.
+        if key.endswith(b".block_count") and layers != set(range(min(number, num_tensors + 1))):
+            raise reader.damaged(f"it claims {number:,} layers and has tensors of {len(layers):,}")
+        if key.endswith(b".expert_count") and number > _MAX_EXPERTS:
             raise reader.damaged(f"it claims {number:,} experts")
-    return GgufHeader(num_tensors, _check_tensors(reader, num_tensors, numbers.get(b"general.alignment", 32)))
+    return GgufHeader(num_tensors, total)
 
 
-def _check_tensors(reader: _Reader, num_tensors: int, alignment: int) -> int:
-    """Numbers in all tensors, each of which lies inside the file."""
+def _check_tensors(reader: _Reader, num_tensors: int, alignment: int) -> tuple[list[bytes], int]:
+    """Names of the tensors, each of which lies inside the file, and how many numbers they hold."""
     from gguf.constants import GGML_QUANT_SIZES
 
     block_sizes = {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()}
     if not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
         raise reader.damaged(f"its alignment is {alignment}")
-    total, ends = 0, [0]
+    names, total, ends = [], 0, [0]
     for _ in range(num_tensors):
-        name = reader.string().decode("utf-8", "replace")[:80]
+        names.append(reader.string())
+        name = names[-1].decode("utf-8", "replace")[:80]
         num_dims = reader.value("<I")
         if not 1 <= num_dims <= 4:
             raise reader.damaged(f"the tensor {name} has {num_dims} dimensions")
@@ -135,4 +143,4 @@ def _check_tensors(reader: _Reader, num_tensors: int, alignment: int) -> int:
     start = -(-reader.file.tell() // alignment) * alignment
     if start + max(ends) > reader.size:
         raise reader.damaged(f"its tensors end at byte {start + max(ends):,} and the file at {reader.size:,}")
-    return total
+    return names, total

