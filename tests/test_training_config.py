@@ -130,8 +130,9 @@ def test_a_mask_token_is_found() -> None:
     with_tokenizer = Target(target.model, Tokenizer(), "tiny")  # type: ignore[arg-type]
     used = [TokenSequence("a", "bed", (6, 7), ((1, 2),))]
     assert mask_token(with_tokenizer, used) == 5
+    assert mask_token(with_tokenizer, [TokenSequence("a", "bed", (5, 6, VOCAB - 1), ((1, 2),))]) == VOCAB - 2
     with pytest.raises(FlashdraftError, match="set mask_token_id"):
-        mask_token(with_tokenizer, [TokenSequence("a", "bed", (5, 6), ((1, 2),))])
+        mask_token(with_tokenizer, [TokenSequence("a", "bed", tuple(range(VOCAB)), ((1, 2),))])
     with_tokenizer.num_tokens = VOCAB - 3
     assert mask_token(with_tokenizer, used) == VOCAB - 1
 

@@ -42,18 +42,19 @@ def default_layer_ids(num_layers: int, count: int = 5) -> tuple[int, ...]:
 
 
 def mask_token(target: Target, sequences: Sequence[TokenSequence]) -> int:
-    """An id that stands for MASK: one above the tokenizer's, or a special token no sequence has."""
+    """An id that stands for MASK: one above the tokenizer's, else a special token that no sequence
+    has, else any token that none has."""
     if target.num_tokens < target.vocab_size:
         return target.vocab_size - 1
     used = {token for sequence in sequences for token in sequence.token_ids}
     special = set(getattr(target.tokenizer, "all_special_ids", []) or [])
     special |= set(getattr(target.tokenizer, "added_tokens_decoder", {}) or {})
     taken = used | target.eos_ids | {target.pad_id, getattr(target.tokenizer, "bos_token_id", None)}
-    free = sorted(special - taken)
+    free = sorted(special - taken) or sorted(set(range(target.num_tokens)) - taken)
     if not free:
         raise FlashdraftError(
-            f"{target.name} has no special token that the data leaves free; set mask_token_id to an id that is "
-            "neither end nor padding and does not occur in the data."
+            f"the data uses all tokens of {target.name}, which leaves none to stand for MASK; set mask_token_id to an "
+            "id that is neither end nor padding and rare."
         )
     return int(free[-1])
 

@@ -63,7 +63,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         if self._console is not None:
-            self._console.print(text, highlight=False, markup=False)
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)  # commands can be copied
 
     def show(self, metrics: Mapping[str, Any]) -> None:
         if self._live is not None:

@@ -14,6 +14,7 @@ import torch
 
 from ..drafters.dflash import DFlashDrafter, DFlashNetwork
 from ..target import Target
+from ..types import FlashdraftError
 from .config import TrainConfig, load_config
 from .data import ChatTemplate, TokenSequence, read_meta, read_sequences
 from .initialise import draft_config, draft_vocab, new_network
@@ -138,8 +139,22 @@ def _cut(sequence: TokenSequence, limit: int) -> TokenSequence:
 
 
 def training_info(config: TrainConfig, target: Target) -> dict[str, Any]:
-    """What made the draft, for training.json."""
+    """What made the draft, for training.json. Raises FlashdraftError if the files were written with
+    different templates, or for another template than the target's."""
+    made_by = {path: read_meta(path) for path in config.data}
+    known = [meta for meta in made_by.values() if meta is not None]
+    modes = {(meta.get("template_sha256"), meta.get("thinking"), meta.get("system")) for meta in known}
+    own = ChatTemplate(target.tokenizer, target.eos_ids).sha256
+    if len(modes) > 1:
+        raise FlashdraftError(
+            f"the data files were written with {len(modes)} different chat templates, thinking modes or system "
+            "prompts; train on files of one, or write them anew."
+        )
+    sha256, thinking, system = modes.pop() if modes else (own, None, None)
+    if sha256 not in (None, own):
+        raise FlashdraftError(f"the data was written with another chat template than {target.name} has.")
     return {
         "target": target.name,
-        "data": [{"file": Path(path).name, "made_by": read_meta(path)} for path in config.data],
+        "chat_template": {"sha256": sha256, "thinking": thinking, "system": system},
+        "data": [{"file": Path(path).name, "made_by": meta} for path, meta in made_by.items()],
     }

@@ -1,0 +1,87 @@
+"""`flashdraft train` on a tiny target in a folder: runs, is interrupted, goes on; its draft is used."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from cli_bed import save_target
+from flashdraft import cli
+from flashdraft.target import Target
+from flashdraft.training.data import ChatTemplate
+from flashdraft.training.trainer import StepReport, Trainer
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on conversations, which are tokenised by the target's own template."""
+    folder = tmp_path_factory.mktemp("train")
+    save_target(folder / "target")
+    talk = [
+        {"messages": [{"role": "user", "content": f"say {word}"}, {"role": "assistant", "content": f"{word} " * 9}]}
+        for word in ("hello", "world", "token")
+    ]
+    (folder / "talk.jsonl").write_text("".join(json.dumps(row) + "\n" for row in talk))
+    (folder / "prompts.jsonl").write_text(json.dumps({"turns": ["say hello", "again"]}) + "\n")
+    values = {
+        "run": str(folder / "run"), "target": str(folder / "target"), "data": [str(folder / "talk.jsonl")],
+        "dtype": "float32", "num_layers": 1, "block_size": 4, "target_layer_ids": [0, 1], "anchors_per_piece": 8,
+        "blocks_per_batch": 16, "accumulate": 1, "max_steps": 6, "log_steps": 2, "mix": 2, "draft_vocab": 64,
+        "validation": [str(folder / "prompts.jsonl")], "validation_tokens": 8, "validation_steps": 3,
+    }  # fmt: skip
+    (folder / "c.yaml").write_text(yaml.safe_dump(values))
+    return folder / "c.yaml"
+
+
+def invoke(*args: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(cli.app, list(args))
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_train_then_generate(config: Path) -> None:
+    code, out, err = invoke("train", str(config), "--set", "lr=1e-3")
+    assert code == 0, err
+    run = config.parent / "run"
+    assert "starting: 3 sequences" in out and "step 6/6" in out
+    assert "decoded acceptance length" in out and "prompts" in out
+    assert "try it with: flashdraft chat --draft" in out
+    target = str(config.parent / "target")
+    code, out, err = invoke("generate", "--target", target, "--dtype", "float32", "--draft", str(run / "best"),
+                            "--max-tokens", "8", "--json", "hello")  # fmt: skip
+    assert code == 0, err
+    plain = invoke("generate", "--target", target, "--dtype", "float32", "--max-tokens", "8", "--json", "hello")
+    assert json.loads(out)["token_ids"] == json.loads(plain[1])["token_ids"]
+    made = json.loads((run / "best" / "training.json").read_text())
+    template = ChatTemplate(Target.load(target, dtype="float32").tokenizer, ())
+    assert made["chat_template"] == {"sha256": template.sha256, "thinking": None, "system": None}
+
+
+def test_what_a_user_can_mend_is_one_sentence(config: Path) -> None:
+    code, _, err = invoke("train", str(config), "--set", "blok_size=8")
+    assert code == 2 and "the closest one is 'block_size'" in err and "Traceback" not in err
+    code, _, err = invoke("train", str(config), "--set", "lr=2e-3")
+    assert code == 2 and "lr: 0.001 -> 0.002" in err
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = config.parent / "other run"
+    train_step = Trainer.train_step
+
+    def interrupted(trainer: Trainer) -> StepReport:
+        if trainer.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return train_step(trainer)
+
+    monkeypatch.setattr(Trainer, "train_step", interrupted)
+    settings = ["--set", f"run={run}", "--set", "validation=[]"]
+    code, out, err = invoke("train", str(config), *settings)
+    assert code == 130, err
+    assert f"stopped after step 3, saved as {run / 'latest'}; go on with: flashdraft train {config} --set '" in out
+    assert (run / "latest" / "state.safetensors").is_file()
+    assert "going on at step 3" in invoke("train", str(config), *settings)[1]
