@@ -30,7 +30,7 @@ def test_help_loads_neither_torch_nor_transformers() -> None:
     code = (
         "import sys, flashdraft, flashdraft.cli as cli\n"
         "flashdraft.SamplingParams(), flashdraft.FlashdraftError, flashdraft.__version__\n"
-        "for name in ['', 'generate', 'chat', 'doctor', 'demo']:\n"
+        "for name in ['', 'generate', 'chat', 'regenerate', 'train', 'doctor', 'demo']:\n"
         "    try: cli.app([*name.split(), '--help'])\n"
         "    except SystemExit as end: assert end.code == 0, end.code\n"
         "print({'torch', 'transformers', 'numpy'} & set(sys.modules))"

@@ -21,8 +21,10 @@ import pytest
 import tokenizers
 import transformers
 from rich.console import Console
+from typer.testing import CliRunner
 
 from bed import CONFIGS, DTYPES, decode, make_model
+from flashdraft import cli
 from flashdraft.drafters import NoDrafter
 from flashdraft.target import Target
 from flashdraft.text import encode_chat
@@ -247,6 +249,28 @@ def test_every_rejected_row_is_reported_once_with_its_reason(folder: Path, tmp_p
     assert len(rows(out)["long later"]["loss_spans"]) == 1
     with pytest.raises(FlashdraftError, match="no usable prompt"):
         run(options(folder, write(tmp_path / "none.jsonl", {"prompt": ""}), tmp_path / "n.jsonl"))
+
+
+def test_the_command_line_says_the_same(folder: Path, tmp_path: Path) -> None:
+    first, second = prompts_file(tmp_path / "a.jsonl", 3), write(tmp_path / "b.jsonl", {"id": "b", "prompt": "sun"})
+    command = (
+        f"regenerate --prompts {first} {second} --out {tmp_path / 'o.jsonl'} --target {folder} --dtype float64 -n 9"
+    )
+    more = "--temperature 0 --temperature 0.9 --rows 2 --drafter ngram --context 200 --device cpu --seed 3"
+    done = CliRunner().invoke(cli.app, [*command.split(), *more.split(), "--system", "Be brief."])
+    assert done.exit_code == 0 and "4 rows" in done.stderr and not done.stdout, done.output
+    made = RegenerateOptions(
+        str(folder), [first, second], tmp_path / "w.jsonl", max_tokens=9, temperatures=[0.0, 0.9], seed=3,
+        system="Be brief.", context=200, dtype="float64", device="cpu",
+    )  # fmt: skip
+    run(made)
+    assert lines(tmp_path / "o.jsonl") == lines(tmp_path / "w.jsonl")
+    assert read_meta(tmp_path / "o.jsonl") == read_meta(tmp_path / "w.jsonl")
+    refused = CliRunner().invoke(cli.app, ["regenerate", "--out", str(tmp_path / "x.jsonl")])
+    assert (
+        refused.exit_code == 2
+        and refused.stderr == "error: there are no prompts; name at least one file with --prompts.\n"
+    )
 
 
 def test_the_longest_prompt_leaves_room_for_one_token(folder: Path, target: Target, tmp_path: Path) -> None:
@@ -738,7 +762,7 @@ def test_a_prompt_that_no_server_answers_is_given_up(
 def test_bad_prompts_do_not_bring_a_good_server_down(
     serve: Callable[..., Server], tokenizer_only: Path, tmp_path: Path
 ) -> None:
-    """Two prompts that fail again and again, beside others that do not, are to blame themselves."""
+    """Prompts that fail again and again, beside others that do not, are to blame themselves."""
 
     def react(server: Server, body: dict[str, Any], handler: Any) -> bool:
         if "poison" not in body["messages"][-1]["content"]:
@@ -746,10 +770,10 @@ def test_bad_prompts_do_not_bring_a_good_server_down(
         handler.send(500, b"bug")
         return True
 
-    given = [{"id": text, "turns": [text]} for text in ["poison one", "poison two", *WORDS]]
+    given = [{"id": text, "turns": [text]} for text in ["poison one", "poison two", "poison three", *WORDS]]
     prompts, out = write(tmp_path / "p.jsonl", *given), tmp_path / "o.jsonl"
-    report, said = run(remote(tokenizer_only, prompts, out, serve(react), retries=3, concurrency=2))
-    assert report.rows == len(WORDS) and report.rejected == {"endpoint": 2} and "dropped" not in said
+    report, said = run(remote(tokenizer_only, prompts, out, serve(react), retries=12, concurrency=2))
+    assert report.rows == len(WORDS) and report.rejected == {"endpoint": 3} and "dropped" not in said
 
 
 def test_a_server_that_refuses_everything_is_dropped_at_once(

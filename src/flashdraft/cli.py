@@ -43,7 +43,7 @@ from .options import (
     TopP,
     option,
 )
-from .training.commands import train
+from .training.commands import regenerate, train
 from .types import FlashdraftError, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -329,6 +329,7 @@ def chat(
     Chat(Engine(loaded, made, max_context=context), params, system).run()
 
 
+app.command()(regenerate)
 app.command()(train)
 
 

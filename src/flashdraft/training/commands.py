@@ -7,7 +7,22 @@ from typing import Annotated
 
 import typer
 
-from ..options import Threads, option
+from ..options import (
+    MODEL,
+    SAMPLING,
+    BlockSize,
+    Device,
+    DrafterName,
+    DraftFolder,
+    Dtype,
+    MaxTokens,
+    System,
+    TargetName,
+    Threads,
+    TopK,
+    TopP,
+    option,
+)
 
 Config = Annotated[
     Path, typer.Argument(metavar="CONFIG.yaml", help="What to train on what, and how.", show_default=False)
@@ -28,3 +43,98 @@ def train(config: Config, set_: Settings = None, threads: Threads = None) -> Non
     settings = [*(set_ or []), *([f"threads={threads}"] if threads is not None else [])]
     if not run_training(config, settings, Console()):
         raise typer.Exit(130)
+
+
+ENDPOINTS = "Endpoints"
+
+PromptFiles = Annotated[
+    list[str] | None,
+    option(
+        "--prompts", metavar="FILE...", help="JSON lines with prompt, turns or messages; .gz too.", show_default=False
+    ),
+]
+MoreFiles = Annotated[
+    list[str] | None, typer.Argument(metavar="FILE", help="More files of prompts.", show_default=False)
+]
+Out = Annotated[Path, option("--out", metavar="FILE", help="Where rows are appended.", show_default=False)]
+Temperatures = Annotated[
+    list[float] | None,
+    option(
+        "--temperature", metavar="X", help="0 is greedy; several are split over the prompts.", panel=SAMPLING,
+        show_default="0",
+    ),
+]  # fmt: skip
+RunSeed = Annotated[int, option("--seed", metavar="N", min=0, help="Seeds of rows follow from it.", panel=SAMPLING)]
+Thinking = Annotated[
+    bool | None,
+    option("--thinking/--no-thinking", help="The template's thinking mode.", show_default="left to the template"),
+]
+Raw = Annotated[bool, option("--raw", help="Continue the text as it is, without the chat template.")]
+Context = Annotated[
+    int | None,
+    option("--context", metavar="N", min=2, help="Longest conversation, in tokens.", show_default="at most 2048"),
+]
+Limit = Annotated[
+    int | None, option("--limit", metavar="N", min=1, help="Only the first N prompts.", show_default=False)
+]
+DropLoops = Annotated[bool, option("--drop-loops", help="Leave out answers that end in a repetition loop.")]
+Rows = Annotated[int, option("--rows", metavar="N", min=1, help="Conversations at a time.", panel=MODEL)]
+Endpoints = Annotated[
+    list[str] | None,
+    option(
+        "--endpoint", metavar="URL", help="An OpenAI-compatible server of the target; may be repeated.",
+        panel=ENDPOINTS, show_default=False,
+    ),
+]  # fmt: skip
+ServedModel = Annotated[
+    str | None,
+    option("--model", metavar="NAME", help="The target's name there.", panel=ENDPOINTS, show_default="asked"),
+]
+Concurrency = Annotated[
+    int, option("--concurrency", metavar="N", min=1, help="Requests at a time, per server.", panel=ENDPOINTS)
+]
+Retries = Annotated[int, option("--retries", metavar="N", min=1, help="Failures before giving up.", panel=ENDPOINTS)]
+Timeout = Annotated[float, option("--timeout", metavar="S", min=1, help="Seconds for an answer.", panel=ENDPOINTS)]
+
+
+def regenerate(
+    out: Out,
+    prompts: PromptFiles = None,
+    more: MoreFiles = None,
+    system: System = None,
+    thinking: Thinking = None,
+    raw: Raw = False,
+    context: Context = None,
+    limit: Limit = None,
+    drop_loops: DropLoops = False,
+    target: TargetName = "smollm2",
+    draft: DraftFolder = None,
+    drafter: DrafterName = None,
+    block_size: BlockSize = None,
+    rows: Rows = 16,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    threads: Threads = None,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperatures = None,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: RunSeed = 0,
+    endpoint: Endpoints = None,
+    model: ServedModel = None,
+    concurrency: Concurrency = 16,
+    retries: Retries = 6,
+    timeout: Timeout = 600.0,
+) -> None:
+    """Have the target answer prompts, to train a draft on. Started again, it goes on where it was."""
+    from ..terminal import console
+    from .regenerate import RegenerateOptions, run_regenerate
+
+    options = RegenerateOptions(
+        target=target, prompts=[*(prompts or []), *(more or [])], out=out, system=system, thinking=thinking, raw=raw,
+        context=context, limit=limit, drop_loops=drop_loops, rows=rows, drafter=drafter, draft=draft,
+        block_size=block_size, dtype=dtype, device=device, threads=threads, max_tokens=max_tokens,
+        temperatures=temperature or [0.0], top_p=top_p, top_k=top_k, seed=seed, endpoints=endpoint or [], model=model,
+        concurrency=concurrency, retries=retries, timeout=timeout,
+    )  # fmt: skip
+    run_regenerate(options, console())

@@ -70,8 +70,10 @@ class RegenerateOptions:
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
-        if not self.prompts or not self.temperatures:
-            raise FlashdraftError("prompts and temperatures need at least one value each.")
+        if not self.prompts:
+            raise FlashdraftError("there are no prompts; name at least one file with --prompts.")
+        if not self.temperatures:
+            raise FlashdraftError("temperatures is empty; expected at least one value.")
         for name in ("rows", "concurrency", "retries"):
             if getattr(self, name) < 1:
                 raise FlashdraftError(f"{name} is {getattr(self, name)}; expected at least 1.")
@@ -81,6 +83,8 @@ class RegenerateOptions:
             raise FlashdraftError("raw prompts have no chat template: drop --endpoint, --system and --thinking.")
         if self.endpoints and (self.drafter is not None or self.draft is not None):
             raise FlashdraftError("endpoints draft by themselves; drop --drafter and --draft.")
+        if self.block_size is not None and self.drafter is None and self.draft is None:
+            raise FlashdraftError("a block size is for drafting; add --drafter ngram or --draft FOLDER.")
         for temperature in self.temperatures:
             self.sampling(temperature, 0)
 
