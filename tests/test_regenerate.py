@@ -835,6 +835,27 @@ def test_thinking_is_asked_for_and_another_template_is_noticed(serve: Callable[.
         assert tokenizer.decode(row["token_ids"][start:end]) == "[thought]said</s>"
 
 
+def test_exact_ids_are_taken_as_they_come(serve: Callable[..., Server], tokenizer_only: Path, tmp_path: Path) -> None:
+    """T8: ids that are not those of the text stay what they are; ids of another prompt are refused."""
+    tokenizer = tokenizer_with(PLAIN)
+    said = [7, 8, 9, EOS]
+
+    def react(server: Server, body: dict[str, Any], handler: Any) -> bool:
+        assert body["return_token_ids"] is True
+        text = body["messages"][-1]["content"]
+        ids = encode_chat(tokenizer, body["messages"]) if text != "other" else [1, 2, 3]
+        own = {} if text == "none" else {"token_ids": said}
+        handler.send(200, {**reply(body, **own), "prompt_token_ids": ids})
+        return True
+
+    prompts = write(tmp_path / "p.jsonl", *({"id": text, "prompt": text} for text in ("good", "other", "none")))
+    out = tmp_path / "o.jsonl"
+    run(remote(tokenizer_only, prompts, out, serve(react), exact_ids=True))
+    opening = encode_chat(tokenizer, [{"role": "user", "content": "good"}])
+    assert turns_of(out) == {"good": [(opening, said)]}
+    assert {r["id"]: "no token ids" in r["detail"] for r in rejected(out)} == {"other": False, "none": True}
+
+
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no kill -9 there")
 def test_killed_while_endpoints_answer(
     processes: Any, serve: Callable[..., Server], tokenizer_only: Path, tmp_path: Path

@@ -90,6 +90,9 @@ ServedModel = Annotated[
     str | None,
     option("--model", metavar="NAME", help="The target's name there.", panel=ENDPOINTS, show_default="asked"),
 ]
+ExactIds = Annotated[
+    bool, option("--exact-ids", help="Have the servers say the token ids (vLLM does).", panel=ENDPOINTS)
+]
 Concurrency = Annotated[
     int, option("--concurrency", metavar="N", min=1, help="Requests at a time, per server.", panel=ENDPOINTS)
 ]
@@ -122,6 +125,7 @@ def regenerate(
     seed: RunSeed = 0,
     endpoint: Endpoints = None,
     model: ServedModel = None,
+    exact_ids: ExactIds = False,
     concurrency: Concurrency = 16,
     retries: Retries = 6,
     timeout: Timeout = 600.0,
@@ -135,6 +139,6 @@ def regenerate(
         context=context, limit=limit, drop_loops=drop_loops, rows=rows, drafter=drafter, draft=draft,
         block_size=block_size, dtype=dtype, device=device, threads=threads, max_tokens=max_tokens,
         temperatures=temperature or [0.0], top_p=top_p, top_k=top_k, seed=seed, endpoints=endpoint or [], model=model,
-        concurrency=concurrency, retries=retries, timeout=timeout,
+        exact_ids=exact_ids, concurrency=concurrency, retries=retries, timeout=timeout,
     )  # fmt: skip
     run_regenerate(options, console())

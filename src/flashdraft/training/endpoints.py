@@ -37,13 +37,16 @@ _LONGEST_PROBE = 20.0
 
 @dataclass(frozen=True)
 class Reply:
-    """What a server answered. `cut`: at the length limit. Counts are the server's own, if it gives any."""
+    """What a server answered. `cut`: at the length limit. Counts and ids are the server's own, if it
+    gives any."""
 
     text: str
     reasoning: str | None
     cut: bool
     num_prompt_tokens: int | None
     endpoint: str
+    prompt_ids: list[int] | None = None
+    token_ids: list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,14 @@ def _reply(value: Any, url: str) -> Reply:
         raise _Failed(f"the answer is no chat completion: {_one_line(json.dumps(value)[:200])}") from None
     if reason not in ("stop", "length"):
         raise _Refused(f"the answer ended with {_one_line(str(reason))!r}; expected stop or length")
-    return Reply(text or "", reasoning, reason == "length", counted if isinstance(counted, int) else None, url)
+    return Reply(
+        text or "", reasoning, reason == "length", counted if isinstance(counted, int) else None, url,
+        _ids(value.get("prompt_token_ids")), _ids(choice.get("token_ids")),
+    )  # fmt: skip
+
+
+def _ids(value: Any) -> list[int] | None:
+    return value if isinstance(value, list) and all(type(token) is int for token in value) else None
 
 
 def _one_line(text: str) -> str:

@@ -40,6 +40,7 @@ class RegenerateOptions:
         context: longest sequence, prompts and answers together; None is 2048, or the target's limit.
         rows: conversations at a time, in the local engine. concurrency: the same, per endpoint.
         model: what the endpoints call the target; None asks them.
+        exact_ids: have the endpoints say the token ids (vLLM does) instead of encoding their text.
     """
 
     target: str
@@ -65,6 +66,7 @@ class RegenerateOptions:
     threads: int | None = None
     endpoints: Sequence[str] = ()
     model: str | None = None
+    exact_ids: bool = False
     concurrency: int = 16
     retries: int = 6
     timeout: float = 600.0

@@ -84,7 +84,8 @@ class EngineWay:
 
 
 class EndpointWay:
-    """Answers with servers: their text is tokenised through the template, by the prefix check."""
+    """Answers with servers: their text is tokenised through the template, by the prefix check, or
+    they give the ids themselves."""
 
     def __init__(
         self, pool: EndpointPool, options: RegenerateOptions, template: ChatTemplate, say: Callable[[str], None]
@@ -107,6 +108,8 @@ class EndpointWay:
             body["top_p"] = options.top_p
         if options.top_k:
             body["top_k"] = options.top_k
+        if options.exact_ids:
+            body["return_token_ids"] = True
         if options.thinking is not None:
             body["chat_template_kwargs"] = {"enable_thinking": options.thinking, "thinking": options.thinking}
         self._next += 1
@@ -128,6 +131,12 @@ class EndpointWay:
         return finished
 
     def _answer(self, conversation: Conversation, reply: Reply) -> Answer | Rejected:
+        if self._options.exact_ids:
+            if reply.token_ids is None or reply.prompt_ids != conversation.opening:
+                found = "another prompt's" if reply.token_ids is not None else "no"
+                detail = f"{reply.endpoint} gave {found} token ids; leave --exact-ids out, or mend its chat template."
+                return conversation.reject("endpoint", detail)
+            return Answer(reply.token_ids, reply.text, "length" if reply.cut else "stop", reply.reasoning)
         message = {"role": "assistant", "content": reply.text}
         if reply.reasoning:
             message["reasoning_content"] = reply.reasoning
@@ -187,7 +196,9 @@ def _open_endpoints(
     )  # fmt: skip
     stack.callback(pool.close)
     context = options.context or min(DEFAULT_CONTEXT, longest)
-    return template, EndpointWay(pool, options, template, say), {"context": context, "endpoint_models": pool.models}
+    return template, EndpointWay(pool, options, template, say), {
+        "context": context, "exact_ids": options.exact_ids, "endpoint_models": pool.models,
+    }  # fmt: skip
 
 
 def load_tokenizer(source: str) -> tuple[Any, frozenset[int], int]:
