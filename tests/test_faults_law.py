@@ -69,7 +69,7 @@ def laws(answers: Sequence[Sequence[int]], params: SamplingParams) -> list[list[
 
 @pytest.mark.parametrize(
     ("name", "rule", "temperature", "count"),
-    [("dflash", "rejection", 1.0, 900), ("dflash", "coupled", 2.0, 500), ("ngram", "rejection", 0.3, 500)],
+    [("dflash", "rejection", 1.0, 700), ("dflash", "coupled", 2.0, 400), ("ngram", "rejection", 0.3, 400)],
 )
 def test_d7_joint_law_of_the_first_tokens(name: str, rule: Any, temperature: float, count: int) -> None:
     """D7, D8: chi-square of the first two tokens of many answers against their exact joint law."""
@@ -82,15 +82,19 @@ def test_d7_joint_law_of_the_first_tokens(name: str, rule: Any, temperature: flo
     assert fits(collections.Counter(r.token_ids[:2] for r in results), expected)
 
 
-def fits(found: collections.Counter[Any], expected: dict[Any, float]) -> bool:
-    """Chi-square; what is expected fewer than 5 times is counted together."""
-    rare = {key for key, value in expected.items() if value < 5}
-    cells = [(found[key], value) for key, value in expected.items() if key not in rare]
-    rest = sum(expected[key] for key in rare)
-    if rest > 1:
-        cells.append((sum(found[key] for key in rare), rest))
-    scale = sum(f for f, _ in cells) / sum(e for _, e in cells)
-    return bool(stats.chisquare([f for f, _ in cells], [e * scale for _, e in cells]).pvalue > LEVEL)
+def fits(found: collections.Counter[Any], *laws_expected: dict[Any, float]) -> bool:
+    """Chi-square of counts against expected counts, over one or several independent tables; what is
+    expected fewer than 5 times is counted together."""
+    statistic, freedom = 0.0, 0
+    for expected in laws_expected:
+        rare = {key for key, value in expected.items() if value < 5}
+        cells = [(found[key], value) for key, value in expected.items() if key not in rare]
+        rest = sum(expected[key] for key in rare)
+        if rest > 1:
+            cells.append((sum(found[key] for key in rare), rest))
+        statistic += sum((f - e) ** 2 / e for f, e in cells)
+        freedom += len(cells) - 1
+    return bool(stats.chi2.sf(statistic, freedom) > LEVEL)
 
 
 CUTS = {"top_k": 5, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.2, "frequency_penalty": 0.1}
@@ -98,7 +102,7 @@ CUTS = {"top_k": 5, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.2, "fr
 
 @pytest.mark.parametrize("name", ["none", "ngram", "dflash"])
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
-@pytest.mark.parametrize("params", [{"temperature": 1.0}, {"temperature": 2.0}, {"temperature": 0.6, **CUTS}], ids=str)
+@pytest.mark.parametrize("params", [{"temperature": 1.3}, {"temperature": 0.6, **CUTS}], ids=str)
 def test_d8_every_token_of_long_answers_follows_its_law(name: str, rule: Any, params: dict[str, Any]) -> None:
     """D8: each token's quantile under its exact law, given the tokens before it, is uniform and
     independent of the one before: all slots of blocks, bonus tokens, processors on both sides."""
@@ -123,9 +127,9 @@ def test_d8_every_token_of_long_answers_follows_its_law(name: str, rule: Any, pa
 def test_d8_seed_and_temperature_count() -> None:
     """D8: same seed same text (whatever drafts); other seeds and temperatures, other text."""
     texts = {}
-    for seed, temperature in itertools.product((0, 1, -7, 2**63 - 1), (0.3, 1.0, 2.0)):
+    for seed, temperature in itertools.product((0, -7, 2**63 - 1), (0.3, 2.0)):
         wanted = {"max_tokens": 24, "seed": seed, "temperature": temperature}
-        (first,) = {sample(name, 1, **wanted)[0].token_ids for name in ("none", "ngram", "dflash", "none")}
+        (first,) = {sample(name, 1, **wanted)[0].token_ids for name in ("none", "ngram", "dflash")}
         texts[seed, temperature] = first
         drawn = [sample("dflash", 1, acceptance="rejection", **wanted)[0].token_ids for _ in range(2)]
         assert drawn[0] == drawn[1]
@@ -154,15 +158,14 @@ def test_d17_ten_thousand_rounds_of_a_perfect_draft() -> None:
         assert refused.num_accepted == 0 and float(p[0, refused.bonus]) > 0
 
 
-class PerfectDrafter:
-    """Draws from the target's own law, slot by slot: q == p."""
+class MarkovDrafter:
+    """Draws each slot from a given law of the token before it, with the real `draw`."""
 
-    name = "perfect"
+    name = "markov"
     target_layer_ids: tuple[int, ...] = ()
-    max_draft_tokens = 4
 
-    def __init__(self, law: Any) -> None:
-        self.law = law
+    def __init__(self, law: Any, block_size: int) -> None:
+        self.law, self.max_draft_tokens = law, block_size - 1
 
     def open(self, rows: int, capacity: int) -> list[int]:
         return [0] * rows
@@ -189,20 +192,45 @@ class PerfectDrafter:
         return Draft(tokens_BN, tuple(map(len, drafted)), probs_NV=tuple(probs))
 
 
+def markov_table(seed: int) -> torch.Tensor:
+    """Logits [V, V] of the next token after each token."""
+    return torch.randn(V, V, generator=torch.Generator().manual_seed(seed)).double() * 1.5
+
+
+def markov_answers(
+    target: torch.Tensor, draft: torch.Tensor, count: int, num_tokens: int, *, block_size: int, **params: Any
+) -> list[Result]:
+    drafter = MarkovDrafter(lambda prefix: draft[prefix[-1]], block_size)
+    engine = Engine(PuppetTarget(lambda prefix: target[prefix[-1]], V), drafter, max_rows=24)
+    return engine.run([Request(PROMPT, SamplingParams(seed=i, max_tokens=num_tokens, **params)) for i in range(count)])
+
+
+def transitions_fit(results: Sequence[Result], law: torch.Tensor) -> bool:
+    """Chi-square of what followed each token against the rows of law [V, V]."""
+    pairs = collections.Counter(pair for r in results for pair in itertools.pairwise(r.token_ids))
+    seen = [sum(pairs[last, token] for token in range(V)) for last in range(V)]
+    rows = enumerate(law.tolist())
+    return fits(pairs, *({(last, token): seen[last] * p for token, p in enumerate(row)} for last, row in rows))
+
+
+@pytest.mark.parametrize(
+    ("rule", "temperature"), [("coupled", 1.0), ("rejection", 0.3), ("rejection", 1.0), ("rejection", 2.0)]
+)
+def test_d7_transitions_of_a_markov_target(rule: Any, temperature: float) -> None:
+    """D7, D8: the draft has a law of its own, wrong in the same places every time, so that thousands
+    of tokens show any bias towards it: a ratio of other tensors than the draw's, no residual."""
+    target = markov_table(1)
+    draft = 0.5 * target + markov_table(2)
+    results = markov_answers(target, draft, 48, 61, block_size=3, temperature=temperature, acceptance=rule)
+    rounds = [r for result in results for r in result.stats.rounds]
+    assert 0.1 < sum(r.num_accepted for r in rounds) / sum(r.num_drafted for r in rounds) < 0.9
+    assert transitions_fit(results, (target / temperature).softmax(-1))
+    assert not transitions_fit(results, ((target + 0.4 * draft) / temperature).softmax(-1))  # it can fail
+
+
 def test_d17_a_perfect_draft_is_always_kept() -> None:
     """D17: through the engine, T = 1, q == p: every drafted token is accepted, tau is block_size."""
-    table = torch.randn(V, V, generator=torch.Generator().manual_seed(1)).double() * 2
-
-    def law(prefix: tuple[int, ...]) -> torch.Tensor:
-        return table[prefix[-1]]
-
-    engine = Engine(PuppetTarget(law, V), PerfectDrafter(law), max_rows=8)
-    params = {"temperature": 1.0, "acceptance": "rejection", "max_tokens": 1 + 5 * 12}
-    results = engine.run([Request(PROMPT, SamplingParams(seed=i, **params)) for i in range(24)])
+    table = markov_table(1)
+    results = markov_answers(table, table, 24, 1 + 5 * 12, block_size=5, temperature=1.0, acceptance="rejection")
     assert all(r.stats.acceptance_length == 5 and len(r.stats.rounds) == 12 for r in results)
-    pairs = collections.Counter(pair for r in results for pair in itertools.pairwise(r.token_ids))
-    for last in range(V):
-        found = collections.Counter({token: pairs[last, token] for token in range(V)})
-        total = sum(found.values())
-        expected = {token: total * p for token, p in enumerate(table[last].softmax(-1).tolist())}
-        assert fits(found, expected)
+    assert transitions_fit(results, table.softmax(-1))
