@@ -131,8 +131,8 @@ def count_of(number: int, noun: str) -> str:
 
 
 def print_line(screen: Console, line: Text | str) -> None:
-    """One line, left to the terminal to wrap."""
-    screen.print(line, soft_wrap=True)
+    """One line; a terminal too narrow for it gets it in whole words."""
+    screen.print(line, soft_wrap=not screen.is_terminal)
 
 
 def result_json(result: Result, *, sampled: bool) -> dict[str, Any]:
