@@ -19,6 +19,8 @@ import pytest
 TESTS = Path(__file__).parent
 SOURCE = TESTS.parent / "src" / "flashdraft"
 LOSSLESS = "test_lossless.py"
+# The part of the losslessness test that sees most faults: accepted and refused drafts, ragged rows.
+FAST = "dflash-greedy-llama-float64"
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Bug:
     old: str
     new: str
     tests: str = LOSSLESS
-    select: str = "llama and float64"
+    select: str = FAST
 
 
 BUGS = [
@@ -84,7 +86,7 @@ BUGS = [
         "if token in answer.stop_ids:",
         "if token in answer.stop_ids and count % 3:",
         "test_faults_decoding.py",
-        "d1 or D1",
+        "",
     ),
     Bug(
         "penalties count rejected tokens",
@@ -92,7 +94,7 @@ BUGS = [
         "            sampler.commit(tokens)\n        features",
         "            sampler.commit([*tokens, *self._blocks[row][len(tokens) :]])\n        features",
         LOSSLESS,
-        "llama and float64 and penalties",
+        "dflash-penalties-llama-float64",
     ),
     Bug(
         "penalties do not see the draft before a slot",
@@ -100,7 +102,7 @@ BUGS = [
         "counts[t + 1 :, token] += 1",
         "pass",
         LOSSLESS,
-        "llama and float64 and penalties",
+        "dflash-penalties-llama-float64",
     ),
     Bug(
         "noise of a position is used again",
@@ -116,7 +118,7 @@ BUGS = [
         "scores[t] += self.noise(self.next_position + t)",
         "scores[t] += self.noise(t)",
         LOSSLESS,
-        "llama and float64 and coupled",
+        "dflash-coupled-llama-float64",
     ),
     Bug(
         "wrong layer tapped",
@@ -124,7 +126,7 @@ BUGS = [
         "self.layers[i].register_forward_hook(hook(i))",
         "self.layers[i - 1].register_forward_hook(hook(i))",
         "test_targets.py",
-        "t10 or T10 or feature",
+        "feature or tap",
     ),
     Bug(
         "a token sees the one after it",
@@ -179,7 +181,7 @@ BUGS = [
         "sampling.py",
         "for t in range(min(len(scores), self.params.min_tokens - self.num_generated)):",
         "for t in range(min(1, self.params.min_tokens - self.num_generated)):",
-        "test_faults_decoding.py test_engine.py test_sampling.py",
+        "test_sampling.py test_faults_decoding.py",
         "",
     ),
     Bug(
@@ -211,16 +213,16 @@ BUGS = [
         "engine.py",
         "logprobs = logits_V.float().log_softmax(-1)",
         "logprobs = (logits_V.float() / 0.7).log_softmax(-1)",
-        "test_faults_decoding.py test_engine.py",
-        "logprob or d10 or D10",
+        "test_faults_decoding.py test_faults_text.py",
+        "logprob",
     ),
     Bug(
         "the length limit counts the block",
         "engine.py",
         "if self._room(answer) <= 1:",
         "if self._room(answer) <= 2:",
-        "test_faults_decoding.py test_engine.py",
-        "d2 or D2 or limit or max_tokens",
+        "test_faults_decoding.py",
+        "",
     ),
 ]
 
