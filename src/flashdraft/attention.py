@@ -115,7 +115,7 @@ class AttentionPlan:
     ) -> torch.Tensor:
         """Additive mask [b, 1, group * T, S'] for folded queries, in the model's dtype (a boolean
         one would be added as 0/1)."""
-        key = (span.first, causal, window, dtype, group)
+        key = (span.first, causal, window, dtype, device, group)  # layers may sit on several devices
         if key in self._masks:
             return self._masks[key]
         batch = slice(span.first, span.last)

@@ -111,15 +111,12 @@ def check_roll_back(target: Target, ids: torch.Tensor, expected: torch.Tensor) -
     """Switch to our attention, and prove it: the tokens in pieces, with a wrong draft rolled back,
     give the logits of one pass through the model's own attention."""
     _switch(target.model, bridge.ATTENTION)
-    num_tokens = ids.shape[1]
-    first, last = num_tokens // 2, num_tokens - 1
-    cache = target.new_cache(1, num_tokens)
-    parts = [target.forward(ids[:1, :first], cache, [0]).logits_BTV[0]]
-    cache.keep(0, first)
-    target.forward(ids[1:, : num_tokens - first], cache, [0])  # a draft that is refused
-    parts.append(target.forward(ids[:1, first:last], cache, [0]).logits_BTV[0])
-    cache.keep(0, last - first)
-    parts.append(target.forward(ids[:1, last:], cache, [0]).logits_BTV[0])
+    half = ids.shape[1] // 2
+    cache = target.new_cache(1, ids.shape[1])
+    parts = [target.forward(ids[:1, :half], cache, [0]).logits_BTV[0]]
+    cache.keep(0, half)
+    target.forward(ids[1:, :half], cache, [0])  # a draft that is refused
+    parts.append(target.forward(ids[:1, half:], cache, [0]).logits_BTV[0])
     if not _close(torch.cat(parts), expected.to(target.device), 1e-3 if _accurate(target) else 0.1):
         raise FlashdraftError(
             "after a roll back its logits differ from those of a fresh pass; use a target of another family."

@@ -138,12 +138,13 @@ class Target:
         return TargetOutput(logits.to(self.device), features)
 
     def _logits(self, tokens_BT: torch.Tensor, positions: torch.Tensor, keep: slice | int) -> torch.Tensor:
-        index = torch.arange(tokens_BT.shape[1], device=self.device)[keep].reshape(-1)
-        some = index.numel() < tokens_BT.shape[1]
-        kwargs: dict[str, Any] = {"logits_to_keep": index} if some and self._keeps_logits else {}
+        wanted = keep if isinstance(keep, slice) else slice(keep, keep + 1 or None)
+        some = len(range(tokens_BT.shape[1])[wanted]) < tokens_BT.shape[1]
+        # A slice, where models expect a number or a tensor: it fits a hidden state on any device.
+        kwargs: dict[str, Any] = {"logits_to_keep": wanted} if some and self._keeps_logits else {}
         out = self.model(input_ids=tokens_BT, position_ids=positions, use_cache=False, **kwargs)
         logits: torch.Tensor = out.logits
-        return logits[:, index] if some and not self._keeps_logits else logits
+        return logits[:, wanted] if some and not self._keeps_logits else logits
 
     @contextlib.contextmanager
     def _tapped(self, layer_ids: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
