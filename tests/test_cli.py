@@ -280,9 +280,9 @@ def test_no_template_says_raw(call: Call, tmp_path: Path) -> None:
 
 
 def test_misspelt_command_gets_a_suggestion() -> None:
-    done = CliRunner().invoke(cli.app, ["genrate", "x"])
+    done = CliRunner().invoke(cli.app, ["docter"])
     assert done.exit_code == 2
-    assert done.stderr == "error: No such command 'genrate'. Did you mean 'generate'? See flashdraft --help.\n"
+    assert done.stderr == "error: No such command 'docter'. Did you mean 'doctor'? See flashdraft --help.\n"
 
 
 def test_no_prompt_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

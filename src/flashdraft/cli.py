@@ -72,6 +72,8 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except typer.Exit:  # a RuntimeError, but how commands say their exit code
+            raise
         except FlashdraftError as error:
             code = _fail(str(error))
         except BrokenPipeError:
