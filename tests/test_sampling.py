@@ -4,6 +4,7 @@ loops and transformers' own, ties to the lowest id, parameters that are checked.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from typing import Any
@@ -100,8 +101,8 @@ def test_keys_that_are_neighbours_are_independent() -> None:
 def test_argmax_of_scores_and_noise_follows_the_softmax() -> None:
     """D8: the Gumbel-max draw has the law it claims, over positions and over seeds."""
     scores = torch.tensor([0.3, -1.0, 1.7, 0.0, -2.5, 0.9])
-    expected = scores.double().softmax(-1) * 20_000
-    for keys in ([(9, t) for t in range(20_000)], [(t, 9) for t in range(20_000)]):
+    expected = scores.double().softmax(-1) * 8_000
+    for keys in ([(9, t) for t in range(8_000)], [(t, 9) for t in range(8_000)]):
         draws = torch.stack([scores + gumbel_noise(seed, position, 6) for seed, position in keys]).argmax(-1)
         assert stats.chisquare(draws.bincount(minlength=6).numpy(), expected.numpy()).pvalue > 1e-3
 
@@ -180,12 +181,13 @@ def test_the_nucleus_of_a_flat_distribution() -> None:
         for slot in range(3):
             probs = sorted(plain_softmax(logits[slot].tolist()), reverse=True)
             kept = int(scores[slot].isfinite().sum())
-            needed = next(n for n in range(1, 3001) if sum(probs[:n]) >= top_p)
+            masses = list(itertools.accumulate(probs))
+            needed = next(n for n, mass in enumerate(masses, start=1) if mass >= top_p)
             if slot == 2:
                 assert kept == 3000  # all equal: ties at the cut are kept
             else:
                 assert abs(kept - needed) <= 1  # the sum in fp32 may fall on the other side
-            assert sum(probs[:kept]) > top_p - 1e-5
+            assert masses[kept - 1] > top_p - 1e-5
 
 
 def processors(params: SamplingParams, prompt_length: int) -> list[Any]:
