@@ -425,8 +425,8 @@ def kill_after(process: Any, out: Path, num_rows: int, rng: random.Random) -> bo
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no kill -9 there")
 def test_killed_five_times_nothing_is_lost_or_doubled(processes: Any, folder: Path, tmp_path: Path) -> None:
-    prompts, out, whole = prompts_file(tmp_path / "p.jsonl", 60, turns=2), tmp_path / "o.jsonl", tmp_path / "w.jsonl"
-    made = options(folder, prompts, out, drafter="ngram")
+    prompts, out, whole = prompts_file(tmp_path / "p.jsonl", 40, turns=2), tmp_path / "o.jsonl", tmp_path / "w.jsonl"
+    made = options(folder, prompts, out, drafter="ngram", max_tokens=8)
     rng = random.Random(5)
     kills = 0
     while kills < 5:
@@ -434,12 +434,12 @@ def test_killed_five_times_nothing_is_lost_or_doubled(processes: Any, folder: Pa
         process.start()
         assert kill_after(process, out, rng.randrange(3), rng), "it ended before it was killed"
         kills += 1
-    assert 0 < out.read_bytes().count(b"\n") < 60
+    assert 0 < out.read_bytes().count(b"\n") < 40
     report, _ = run(made)
     assert report.rows > 0 and report.before > 0
-    expected, _ = run(options(folder, prompts, whole))
+    expected, _ = run(options(folder, prompts, whole, max_tokens=8))
     assert lines(out) == lines(whole) and report.rejected == expected.rejected
-    assert len(turns_of(out)) + sum(report.rejected.values()) == 60
+    assert len(turns_of(out)) + sum(report.rejected.values()) == 40
 
 
 def test_an_interrupt_keeps_what_was_written(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
