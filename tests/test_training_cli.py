@@ -6,14 +6,16 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
-from cli_bed import save_target
+from cli_bed import save_draft, save_target
 from flashdraft import cli
 from flashdraft.target import Target
+from flashdraft.text import template_digest, template_warning
 from flashdraft.training.data import ChatTemplate
 from flashdraft.training.trainer import StepReport, Trainer
 
@@ -85,3 +87,37 @@ def test_ctrl_c_saves_and_says_how_to_go_on(config: Path, monkeypatch: pytest.Mo
     assert f"stopped after step 3, saved as {run / 'latest'}; go on with: flashdraft train {config} --set '" in out
     assert (run / "latest" / "state.safetensors").is_file()
     assert "going on at step 3" in invoke("train", str(config), *settings)[1]
+
+
+@pytest.mark.parametrize(
+    ("made", "sentence"),
+    [
+        ({"sha256": "0" * 64, "thinking": None}, "trained with another chat template"),
+        ({"thinking": False}, "trained with thinking off, and now it is left to the template"),
+    ],
+    ids=["template", "thinking"],
+)
+def test_another_template_is_warned_of(config: Path, made: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    """T11: trained with thinking off, served with it on: 60 % -> 25 %. Template and mode are in the
+    checkpoint, and a mismatch warns."""
+    target = Target.load(config.parent / "target", dtype="float32")
+    save_draft(tmp_path / "draft", target, mask_token_id=target.vocab_size - 1)
+    own = {"sha256": template_digest(target.tokenizer), "thinking": None, "system": None}
+    for changes, expected in (({}, None), (made, sentence)):
+        training = {"chat_template": {**own, **changes}}
+        (tmp_path / "draft" / "training.json").write_text(json.dumps(training))
+        code, _, err = invoke("generate", "--target", str(config.parent / "target"), "--dtype", "float32",
+                              "--draft", str(tmp_path / "draft"), "--max-tokens", "4", "hello")  # fmt: skip
+        assert code == 0
+        assert ("warning: " in err) is (expected is not None)
+        assert expected is None or f"warning: the draft was {expected}" in err
+    assert template_warning(None, None) is None and template_warning({}, None) is None
+
+
+def test_data_of_two_templates_is_refused(config: Path, tmp_path: Path) -> None:
+    for name, thinking in (("a", True), ("b", False)):
+        (tmp_path / f"{name}.jsonl").write_text('{"id": 1, "token_ids": [5, 6, 7, 8], "num_prompt_tokens": 1}\n')
+        (tmp_path / f"{name}.jsonl.meta.json").write_text(json.dumps({"template_sha256": None, "thinking": thinking}))
+    settings = ["--set", f"run={tmp_path / 'run'}", "--set", f"data=[{tmp_path / 'a.jsonl'}, {tmp_path / 'b.jsonl'}]"]
+    code, _, err = invoke("train", str(config), *settings)
+    assert code == 2 and "written with 2 different chat templates, thinking modes or system prompts" in err

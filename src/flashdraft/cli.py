@@ -165,7 +165,15 @@ def _open(ctx: typer.Context) -> tuple[Target, Drafter]:
 
     from .drafters import make_drafter
 
-    return target, make_drafter(target, name, draft, block_size)
+    made = make_drafter(target, name, draft, block_size)
+    if draft is not None:
+        from .checkpoint import read_training
+        from .text import template_warning
+
+        warning = template_warning(read_training(draft), target.tokenizer)
+        if warning:
+            _say(f"warning: {warning}")
+    return target, made
 
 
 # -- commands ----------------------------------------------------------------------------------

@@ -6,8 +6,10 @@ still turn into a stop string. Its pieces concatenate to the answer's text.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .types import FlashdraftError
 
@@ -138,6 +140,32 @@ def encode_chat(
     except Exception as error:  # templates raise what they like
         raise FlashdraftError(f"the chat template refuses this conversation: {error}") from error
     return _tokenize(tokenizer, text, add_special_tokens=False)
+
+
+def template_digest(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
+    """SHA-256 of a chat template, or None if there is none."""
+    template = getattr(tokenizer, "chat_template", None)
+    text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest() if template else None
+
+
+def template_warning(
+    training: Mapping[str, Any] | None, tokenizer: PreTrainedTokenizerBase | None, thinking: bool | None = None
+) -> str | None:
+    """A sentence if a draft was trained on chats of another form than it will draft (its
+    training.json says so), which costs accepted tokens; else None."""
+    made = (training or {}).get("chat_template")
+    if not isinstance(made, Mapping):
+        return None
+    if made.get("sha256") not in (None, template_digest(tokenizer)):
+        return "the draft was trained with another chat template than the target has; expect fewer accepted tokens."
+    if made.get("thinking") != thinking:
+        modes = {True: "on", False: "off", None: "left to the template"}
+        return (
+            f"the draft was trained with thinking {modes.get(made.get('thinking'), 'unknown')}, and now it is "
+            f"{modes[thinking]}; expect fewer accepted tokens."
+        )
+    return None
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) -> list[int]:

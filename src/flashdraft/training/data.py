@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..text import Message, encode_chat
+from ..text import Message, encode_chat, template_digest
 from ..types import FlashdraftError
 
 if TYPE_CHECKING:
@@ -220,10 +220,8 @@ class ChatTemplate:
         self.eos_ids = frozenset(eos_ids)
         self.system = system
         self.thinking = thinking
-        template = getattr(tokenizer, "chat_template", None)
-        text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
-        self.sha256 = hashlib.sha256(text.encode()).hexdigest() if template else None
-        if thinking is not None and "thinking" not in text:
+        self.sha256 = template_digest(tokenizer)
+        if thinking is not None and "thinking" not in json.dumps(getattr(tokenizer, "chat_template", None)):
             raise FlashdraftError("this target's chat template has no thinking mode; leave the choice out.")
 
     def opening(self, messages: Iterable[Message]) -> list[int]:
