@@ -89,6 +89,7 @@ def test_killed_at_any_moment(rows: list[dict[str, Any]], whole: str, tmp_path: 
         process.join(120)
         if process.exitcode == 0:
             break
+        assert process.exitcode == -signal.SIGKILL, "it ended by itself, with an error"
     assert kills >= min(KILLS, 8)
     assert digest(tmp_path) == whole
 
