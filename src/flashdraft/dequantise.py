@@ -51,8 +51,12 @@ def dequantised(gguf: Path) -> Path:
     for folder in _kept(place, stem):
         if _intact(folder):
             return folder
-    if importlib.util.find_spec("gguf") is None:
-        raise FlashdraftError(f"reading {gguf} needs the package gguf; run: pip install 'flashdraft[gguf]'")
+    # transformers' GGUF reader needs both
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise FlashdraftError(
+            f"reading {gguf} needs the package {' and '.join(missing)}; run: pip install 'flashdraft[gguf]'"
+        )
     header = read_header(gguf)
     _log.info("unpacking the weights of %s; this is done once and takes up to half a minute", gguf.name)
     try:
