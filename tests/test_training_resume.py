@@ -23,12 +23,13 @@ from flashdraft.training.trainer import Trainer
 from flashdraft.types import FlashdraftError
 from test_training_trainer import answers, tiny_config
 
-KILLS = int(os.environ.get("FLASHDRAFT_KILLS", "10"))
+KILLS = int(os.environ.get("FLASHDRAFT_KILLS", "10"))  # scripts/kill_100.sh asks for more
+STEPS = max(24, 3 * KILLS - 6)
 STAGES = ("made", "tensors", "draft", "manifest", "flushed", "renamed", "linked", "cleaned")
 # all that a run has: anchors drawn anew each epoch, KL, D-PACE, a draft vocabulary, a running mean
 CHANGES: dict[str, Any] = {
     "anchors_per_sequence": 12, "kl_weight": 0.5, "dpace_alpha": 0.5, "draft_vocab": 48, "ema": 0.9,
-    "accumulate": 2, "blocks_per_batch": 16, "anchors_per_piece": 4, "schedule": "wsd", "max_steps": 24,
+    "accumulate": 2, "blocks_per_batch": 16, "anchors_per_piece": 4, "schedule": "wsd", "max_steps": STEPS,
     "checkpoint_steps": 1, "num_layers": 1, "block_size": 4,
 }  # fmt: skip
 
@@ -80,7 +81,7 @@ def test_killed_at_any_moment(rows: list[dict[str, Any]], whole: str, tmp_path: 
         began = read_steps(tmp_path)
         wanted = began + rng.randrange(1, 4)
         if kills < KILLS:
-            while process.is_alive() and read_steps(tmp_path) < min(wanted, 23):
+            while process.is_alive() and read_steps(tmp_path) < min(wanted, STEPS - 1):
                 time.sleep(0.002)
             time.sleep(rng.random() * 0.05)
             if process.is_alive():
@@ -90,7 +91,7 @@ def test_killed_at_any_moment(rows: list[dict[str, Any]], whole: str, tmp_path: 
         if process.exitcode == 0:
             break
         assert process.exitcode == -signal.SIGKILL, "it ended by itself, with an error"
-    assert kills >= min(KILLS, 8)
+    assert kills >= 0.8 * KILLS
     assert digest(tmp_path) == whole
 
 
