@@ -482,8 +482,12 @@ def test_weights_are_unpacked_once(gguf: Path, own_cache: Path, monkeypatch: pyt
     assert kept(own_cache) == [first]
 
 
-def test_another_file_with_the_same_head_is_another_model(gguf: Path) -> None:
+@pytest.mark.parametrize("small", [0, 1 << 30], ids=["by samples", "by content"])
+def test_another_file_with_the_same_head_is_another_model(
+    small: int, gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two fine-tunes differ in nothing but weights: same size, same metadata, even the same time."""
+    monkeypatch.setattr(dequantise, "_SMALL", small)
     first = locate_target(gguf)
     time = gguf.stat().st_mtime_ns
     write_gguf(gguf, seed=1)

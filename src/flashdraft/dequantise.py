@@ -30,6 +30,7 @@ _log = logging.getLogger("flashdraft")
 # Part of a kept folder's name: raise it when what is written changes.
 _FORMAT = 2
 _SUMS = "flashdraft.json"
+_SMALL = 256 << 20
 _SECONDS_A_DAY = 86400.0
 
 
@@ -82,17 +83,20 @@ def _cannot_keep(gguf: Path, place: Path, error: Exception) -> FlashdraftError:
 
 
 def _fingerprint(gguf: Path) -> str:
-    """Of size, time and samples: two fine-tunes have the same size and the same beginning."""
+    """Of the content, or of size, time and samples where reading it all would take seconds. Two
+    fine-tunes have the same size and the same beginning."""
     try:
         stat = gguf.stat()
-        digest = hashlib.sha256(f"{_FORMAT} {stat.st_size} {stat.st_mtime_ns}".encode())
+        if stat.st_size <= _SMALL:
+            return f"{_FORMAT}-{_sha256(gguf)[:16]}"
+        digest = hashlib.sha256(f"{stat.st_size} {stat.st_mtime_ns}".encode())
         with gguf.open("rb") as file:
             for sample in range(64):
                 file.seek(stat.st_size * sample // 64)
                 digest.update(file.read(4096))
     except OSError as error:
         raise FlashdraftError(f"{gguf} cannot be read: {one_line(error)}.") from error
-    return digest.hexdigest()[:16]
+    return f"{_FORMAT}-{digest.hexdigest()[:16]}"
 
 
 def _kept(place: Path, stem: str) -> Iterator[Path]:
