@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
 from cli_bed import save_draft, save_target
 from flashdraft import cli
+from flashdraft.drafters.dflash import DFlashDrafter
 from flashdraft.target import Target
 from flashdraft.text import template_digest, template_warning
+from flashdraft.training import run
 from flashdraft.training.data import ChatTemplate
 from flashdraft.training.trainer import StepReport, Trainer
 
@@ -49,17 +52,17 @@ def invoke(*args: str) -> tuple[int, str, str]:
 def test_train_then_generate(config: Path) -> None:
     code, out, err = invoke("train", str(config), "--set", "lr=1e-3")
     assert code == 0, err
-    run = config.parent / "run"
+    folder = config.parent / "run"
     assert "starting: 3 sequences" in out and "step 6/6" in out
     assert "decoded acceptance length" in out and "prompts" in out
     assert "try it with: flashdraft chat --draft" in out
     target = str(config.parent / "target")
-    code, out, err = invoke("generate", "--target", target, "--dtype", "float32", "--draft", str(run / "best"),
+    code, out, err = invoke("generate", "--target", target, "--dtype", "float32", "--draft", str(folder / "best"),
                             "--max-tokens", "8", "--json", "hello")  # fmt: skip
     assert code == 0, err
     plain = invoke("generate", "--target", target, "--dtype", "float32", "--max-tokens", "8", "--json", "hello")
     assert json.loads(out)["token_ids"] == json.loads(plain[1])["token_ids"]
-    made = json.loads((run / "best" / "training.json").read_text())
+    made = json.loads((folder / "best" / "training.json").read_text())
     template = ChatTemplate(Target.load(target, dtype="float32").tokenizer, ())
     assert made["chat_template"] == {"sha256": template.sha256, "thinking": None, "system": None}
 
@@ -72,7 +75,7 @@ def test_what_a_user_can_mend_is_one_sentence(config: Path) -> None:
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = config.parent / "other run"
+    folder = config.parent / "other run"
     train_step = Trainer.train_step
 
     def interrupted(trainer: Trainer) -> StepReport:
@@ -81,11 +84,11 @@ def test_ctrl_c_saves_and_says_how_to_go_on(config: Path, monkeypatch: pytest.Mo
         return train_step(trainer)
 
     monkeypatch.setattr(Trainer, "train_step", interrupted)
-    settings = ["--set", f"run={run}", "--set", "validation=[]"]
+    settings = ["--set", f"run={folder}", "--set", "validation=[]"]
     code, out, err = invoke("train", str(config), *settings)
     assert code == 130, err
-    assert f"stopped after step 3, saved as {run / 'latest'}; go on with: flashdraft train {config} --set '" in out
-    assert (run / "latest" / "state.safetensors").is_file()
+    assert f"stopped after step 3, saved as {folder / 'latest'}; go on with: flashdraft train {config} --set '" in out
+    assert (folder / "latest" / "state.safetensors").is_file()
     assert "going on at step 3" in invoke("train", str(config), *settings)[1]
 
 
@@ -121,3 +124,23 @@ def test_data_of_two_templates_is_refused(config: Path, tmp_path: Path) -> None:
     settings = ["--set", f"run={tmp_path / 'run'}", "--set", f"data=[{tmp_path / 'a.jsonl'}, {tmp_path / 'b.jsonl'}]"]
     code, _, err = invoke("train", str(config), *settings)
     assert code == 2 and "written with 2 different chat templates, thinking modes or system prompts" in err
+
+
+def test_validation_drafts_from_the_trained_vocabulary(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the whole head ids that were never trained would be proposed, and tau come out too low."""
+    seen: list[Any] = []
+    real = run.validate
+
+    def watched(drafter: Any, *args: Any) -> Any:
+        seen.append(drafter)
+        return real(drafter, *args)
+
+    monkeypatch.setattr(run, "validate", watched)
+    folder = config.parent / "validated"
+    assert invoke("train", str(config), "--set", f"run={folder}", "--set", "ema=0.5")[0] == 0
+    assert len(seen) == 2  # after step 3, and at the end
+    for drafter in seen:
+        assert len(drafter._vocab_ids) == 64
+    exported = DFlashDrafter.load(folder / "latest", Target.load(config.parent / "target", dtype="float32"))
+    for name, weight in exported.network.named_parameters():  # what is scored is what is saved
+        assert torch.equal(weight, dict(seen[-1].network.named_parameters())[name])
