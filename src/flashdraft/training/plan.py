@@ -9,7 +9,10 @@ Randomness is counter-based (sampling.counter_key), so a run can be resumed from
 
 from __future__ import annotations
 
+import bisect
 import hashlib
+import itertools
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,13 +33,30 @@ class Piece:
     ends: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class _Epoch:
+    """An epoch's order of sequences; starts[g]: pieces before its g-th group of `mix` sequences."""
+
+    number: int
+    seed: int
+    order: list[int]
+    starts: list[int]
+
+
 def usable_anchors(sequence: TokenSequence) -> list[tuple[int, int]]:
     """(anchor, end of its span) of every answer token that another one of its span follows.
 
     Position 0 has no context, which never happens in decoding.
     """
-    spans = [(max(start, 1), min(end, len(sequence.token_ids))) for start, end in sequence.loss_spans]
-    return [(p, end) for start, end in spans for p in range(start, end - 1)]
+    return [(p, end) for start, end in _spans(sequence) for p in range(start, end - 1)]
+
+
+def num_anchors(sequence: TokenSequence) -> int:
+    return sum(max(end - 1 - start, 0) for start, end in _spans(sequence))
+
+
+def _spans(sequence: TokenSequence) -> list[tuple[int, int]]:
+    return [(max(start, 1), min(end, len(sequence.token_ids))) for start, end in sequence.loss_spans]
 
 
 def fingerprint(sequences: Sequence[TokenSequence]) -> str:
@@ -54,18 +74,21 @@ def permutation(seed: int, n: int, stream: int) -> list[int]:
 class Plan:
     """The batches of every epoch.
 
-    Raises FlashdraftError if no sequence has an anchor.
+    Pieces are made a shuffled group of sequences at a time: millions of anchors would else be lists
+    before the first step.
     """
 
     def __init__(self, sequences: Sequence[TokenSequence], config: TrainConfig) -> None:
-        self._anchors = [usable_anchors(sequence) for sequence in sequences]
-        self._config = config
-        self._cached: tuple[int, list[list[Piece]]] = (-1, [])
+        self._sequences, self._config = sequences, config
+        counts = [num_anchors(sequence) for sequence in sequences]
         limit = config.anchors_per_sequence
-        self.num_anchors = sum(min(len(a), limit) if limit else len(a) for a in self._anchors)
-        pieces = sum(len(self._cut(i, a[:limit])) for i, a in enumerate(self._anchors))
-        batches = -(-pieces // self._pieces_per_batch)
+        self._counts = [min(count, limit) if limit else count for count in counts]
+        self.num_anchors = sum(self._counts)
+        self._num_pieces = [-(-count // config.anchors_per_piece) for count in self._counts]
+        batches = -(-sum(self._num_pieces) // self._pieces_per_batch)
         self.steps_per_epoch = -(-batches // config.accumulate)
+        self._epoch = _Epoch(-1, 0, [], [])
+        self._groups: OrderedDict[int, list[Piece]] = OrderedDict()
 
     @property
     def _pieces_per_batch(self) -> int:
@@ -73,26 +96,47 @@ class Plan:
 
     def batches(self, step: int) -> list[list[Piece]]:
         """The batches of an optimizer step (counted from 0 through all epochs)."""
-        epoch, index = divmod(step, self.steps_per_epoch)
-        if self._cached[0] != epoch:
-            self._cached = (epoch, self._epoch(epoch))
-        size = self._config.accumulate
-        return self._cached[1][index * size : (index + 1) * size]
-
-    def _epoch(self, epoch: int) -> list[list[Piece]]:
-        seed = counter_key(self._config.seed, epoch, _EPOCH)
-        order = permutation(seed, len(self._anchors), _ORDER)
-        pieces: list[Piece] = []
-        for first in range(0, len(order), self._config.mix):
-            group = [
-                piece for i in order[first : first + self._config.mix] for piece in self._cut(i, self._draw(seed, i))
-            ]
-            pieces += [group[j] for j in permutation(seed + first, len(group), _PIECES)]
+        number, index = divmod(step, self.steps_per_epoch)
+        if self._epoch.number != number:
+            self._epoch = self._shuffle(number)
+            self._groups.clear()
         size = self._pieces_per_batch
+        first = index * self._config.accumulate * size
+        pieces = self._slice(first, first + self._config.accumulate * size)
         return [pieces[i : i + size] for i in range(0, len(pieces), size)]
 
+    def _shuffle(self, number: int) -> _Epoch:
+        seed = counter_key(self._config.seed, number, _EPOCH)
+        order = permutation(seed, len(self._sequences), _ORDER)
+        sizes = (
+            sum(self._num_pieces[i] for i in order[first : first + self._config.mix])
+            for first in range(0, len(order), self._config.mix)
+        )
+        return _Epoch(number, seed, order, [0, *itertools.accumulate(sizes)])
+
+    def _slice(self, first: int, last: int) -> list[Piece]:
+        """Pieces first..last of the epoch, which may begin and end inside a group."""
+        starts = self._epoch.starts
+        found: list[Piece] = []
+        group = bisect.bisect_right(starts, first) - 1
+        while group < len(starts) - 1 and starts[group] < last:
+            pieces = self._group(group)
+            found += pieces[max(first - starts[group], 0) : last - starts[group]]
+            group += 1
+        return found
+
+    def _group(self, group: int) -> list[Piece]:
+        if group not in self._groups:
+            first = group * self._config.mix
+            seed, order = self._epoch.seed, self._epoch.order[first : first + self._config.mix]
+            pieces = [piece for i in order for piece in self._cut(i, self._draw(seed, i))]
+            self._groups[group] = [pieces[j] for j in permutation(seed + first, len(pieces), _PIECES)]
+            if len(self._groups) > 2:
+                self._groups.popitem(last=False)
+        return self._groups[group]
+
     def _draw(self, seed: int, index: int) -> list[tuple[int, int]]:
-        anchors, limit = self._anchors[index], self._config.anchors_per_sequence
+        anchors, limit = usable_anchors(self._sequences[index]), self._config.anchors_per_sequence
         if limit is None or len(anchors) <= limit:
             return anchors
         chosen = permutation(counter_key(seed, index, _ANCHORS), len(anchors), _ANCHORS)[:limit]
