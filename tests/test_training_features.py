@@ -11,6 +11,7 @@ import torch
 
 from bed import VOCAB, random_prompt, tiny_target
 from flashdraft.training.blocks import block_states, make_blocks
+from flashdraft.training.config import TrainConfig
 from flashdraft.training.data import TokenSequence
 from flashdraft.training.features import FeatureSource
 from flashdraft.training.objectives import Head, head_loss, make_targets
@@ -145,3 +146,18 @@ def test_a_pass_over_blocks_of_two_spans(tmp_path: Path) -> None:
     targets = make_targets(blocks, {}, None, with_distribution=False)
     hidden = torch.zeros(*targets.labels.shape, 32)
     assert head_loss(hidden, Head(torch.zeros(VOCAB, 32)), targets, trainer.config, 1.0).loss > 0
+
+
+def test_a_pass_over_several_sequences_gives_the_features_of_each() -> None:
+    """What a GPU does with the sequences of a batch: rows of different lengths in one pass."""
+    target = tiny_target()
+    lengths = (150, 40, 70, 64)
+    samples = [TokenSequence(str(n), "", tuple(3 + i * n % 90 for i in range(n)), ((n // 2, n),)) for n in lengths]
+    config = TrainConfig(run="", target="", data=("-",), kl_weight=1.0, distribution_tokens=5, mix=1)
+    together = FeatureSource(target, samples, (0, 1), config)
+    for index, found in enumerate(together._compute(range(4))):
+        alone = FeatureSource(target, [samples[index]], (0, 1), config).get(0)
+        assert found.states_TF.shape == alone.states_TF.shape
+        torch.testing.assert_close(found.states_TF[: lengths[index]], alone.states_TF[: lengths[index]])
+        torch.testing.assert_close(found.probs_TK, alone.probs_TK)
+        assert found.ids_TK is not None and torch.equal(found.ids_TK, alone.ids_TK)  # type: ignore[arg-type]

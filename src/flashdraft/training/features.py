@@ -1,7 +1,8 @@
 """What the target says about a sequence: tapped states, and its likeliest next tokens.
 
-Computed online, one sequence at a time, its length rounded up so that kernel shapes repeat. The
-features of the sequences in use are held in memory; a folder may keep them for the next epoch.
+Computed online, its length rounded up so that kernel shapes repeat: one sequence at a time on a CPU,
+on a GPU all that a batch lacks in a few passes. The features of the sequences in use are held in
+memory; a folder may keep them for the next epoch, and so does a GPU with room.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +18,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..cache import round_up
+from ..cache import KVCache, round_up
 from ..target import Target
 from .config import TrainConfig
 from .data import TokenSequence
+
+# Tokens of a pass over several sequences, padding included: their logits take some gigabytes.
+_TOKENS_PER_PASS = 16384
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,11 @@ class Features:
     states_TF: torch.Tensor
     ids_TK: torch.Tensor | None = None
     probs_TK: torch.Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = (self.states_TF, self.ids_TK, self.probs_TK)
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
 class FeatureSource:
@@ -54,49 +63,98 @@ class FeatureSource:
         self._target, self._sequences, self._layer_ids = target, sequences, tuple(layer_ids)
         self._vocab_ids = vocab_ids
         self._num_tokens = config.distribution_tokens if config.needs_distribution else 0
-        self._cache = target.new_cache(1, max(len(s.token_ids) for s in sequences), slack=64)
+        self._longest = max(len(s.token_ids) for s in sequences)
+        self._caches: dict[int, KVCache] = {}
         # all sequences of a shuffled group, and those of the group that begins in the same batch
         self._recent: OrderedDict[int, Features] = OrderedDict()
         self._max_recent = config.mix + config.blocks_per_batch // config.anchors_per_piece
+        self._bytes, self._max_bytes = 0, _room(target.device)
         self._store = None
         if config.feature_cache is not None:
             self._store = _Store(Path(config.feature_cache).expanduser(), config.feature_cache_gb, self._settings())
 
     def get(self, index: int) -> Features:
-        if index in self._recent:
-            self._recent.move_to_end(index)
-            return self._recent[index]
-        tokens = self._sequences[index].token_ids
-        found = self._store.load(tokens) if self._store else None
-        if found is None:
-            found = self._compute(index)
-            if self._store:
-                self._store.save(tokens, found)
-        self._recent[index] = found
-        if len(self._recent) > self._max_recent:
-            self._recent.popitem(last=False)
-        return found
+        return self.of([index])[index]
+
+    def of(self, indices: Iterable[int]) -> dict[int, Features]:
+        """Of several sequences, in their order."""
+        wanted = list(dict.fromkeys(indices))
+        found: dict[int, Features] = {}
+        missing = []
+        for index in wanted:
+            if index in self._recent:
+                self._recent.move_to_end(index)
+                found[index] = self._recent[index]
+            else:
+                stored = self._store.load(self._sequences[index].token_ids) if self._store else None
+                if stored is not None:
+                    found[index] = self._hold(index, stored)
+                else:
+                    missing.append(index)
+        for group in self._passes(missing):
+            for index, features in zip(group, self._compute(group), strict=True):
+                found[index] = self._hold(index, features)
+                if self._store:
+                    self._store.save(self._sequences[index].token_ids, features)
+        return {index: found[index] for index in wanted}
+
+    def _hold(self, index: int, features: Features) -> Features:
+        self._recent[index] = features
+        self._bytes += features.num_bytes
+        while len(self._recent) > self._max_recent and self._bytes > self._max_bytes:
+            self._bytes -= self._recent.popitem(last=False)[1].num_bytes
+        return features
+
+    def _passes(self, indices: Sequence[int]) -> Iterator[list[int]]:
+        """Which sequences share a pass of the target: none on a CPU, where a pass of one fills the
+        machine; else such of about the same length, up to a number of tokens."""
+        if self._target.device.type == "cpu":
+            yield from ([index] for index in indices)
+            return
+        group: list[int] = []
+        for index in sorted(indices, key=self._width):
+            if group and (len(group) + 1) * self._width(index) > _TOKENS_PER_PASS:
+                yield group
+                group = []
+            group.append(index)
+        if group:
+            yield group
+
+    def _width(self, index: int) -> int:
+        return round_up(len(self._sequences[index].token_ids))
 
     def _settings(self) -> str:
         vocab = "" if self._vocab_ids is None else hashlib.sha256(self._vocab_ids.cpu().numpy().tobytes()).hexdigest()
         return json.dumps([self._target.name, str(self._target.dtype), self._layer_ids, self._num_tokens, vocab])
 
-    def _compute(self, index: int) -> Features:
-        tokens = self._sequences[index].token_ids
-        length = len(tokens)
-        ids = torch.zeros(1, round_up(length), dtype=torch.int64)
-        ids[0, :length] = torch.tensor(tokens)
-        first = self._first_needed(index) if self._num_tokens else length
+    def _compute(self, group: Sequence[int]) -> list[Features]:
+        lengths = [len(self._sequences[index].token_ids) for index in group]
+        width = round_up(max(lengths))
+        ids = torch.zeros(len(group), width, dtype=torch.int64)
+        for row, (index, length) in enumerate(zip(group, lengths, strict=True)):
+            ids[row, :length] = torch.tensor(self._sequences[index].token_ids)
+        first = min(map(self._first_needed, group)) if self._num_tokens else width
         out = self._target.forward(
-            ids.to(self._target.device), self._cache, [0], valid=[length],
+            ids.to(self._target.device), self._cache(len(group)), range(len(group)), valid=lengths,
             keep=slice(first, None) if self._num_tokens else slice(0, 0), layer_ids=self._layer_ids,
         )  # fmt: skip
         assert out.features_BTF is not None
-        # cloned, because autograd may not keep tensors of inference mode
-        states = out.features_BTF[0].clone()
-        if not self._num_tokens:
-            return Features(states)
-        return Features(states, *self._likeliest(out.logits_BTV[0], first, length))
+        found = []
+        for row, (index, length) in enumerate(zip(group, lengths, strict=True)):
+            # cloned, because autograd may not keep tensors of inference mode
+            states = out.features_BTF[row, : self._width(index)].clone()
+            likeliest = self._likeliest(out.logits_BTV[row], first, length) if self._num_tokens else (None, None)
+            found.append(Features(states, *likeliest))
+        return found
+
+    def _cache(self, rows: int) -> KVCache:
+        """The narrowest cache made so far that has the rows."""
+        fitting = min((n for n in self._caches if n >= rows), default=None)
+        if fitting is None:
+            self._caches.clear()  # a wider one serves for all
+            fitting = rows
+            self._caches[rows] = self._target.new_cache(rows, self._longest, slack=64)
+        return self._caches[fitting]
 
     def _first_needed(self, index: int) -> int:
         """First position whose logits are used, in whole buckets."""
@@ -117,6 +175,13 @@ class FeatureSource:
         ids_TK[first + 1 :] = top.indices
         probs_TK[first + 1 :] = probs
         return ids_TK, probs_TK
+
+
+def _room(device: torch.device) -> int:
+    """Bytes that features of other sequences than those in use may take: on a GPU 40 % of what is free."""
+    if device.type != "cuda":
+        return 0
+    return int(0.4 * torch.cuda.mem_get_info(device)[0])
 
 
 class _Store:

@@ -68,11 +68,16 @@ class Targets:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one pass: sum of the weighted losses over the denominator, its gradient, what was right."""
+    """Of one pass: sum of the weighted losses over the denominator (fp64, still on the device, so that
+    nobody has to wait for it), its gradient, what was right."""
 
-    loss: float
+    loss_sum: torch.Tensor
     grad_ALD: torch.Tensor
     correct_AL: torch.Tensor
+
+    @property
+    def loss(self) -> float:
+        return float(self.loss_sum)
 
 
 def make_targets(
@@ -126,7 +131,7 @@ def head_loss(hidden_ALD: torch.Tensor, head: Head, targets: Targets, config: Tr
     """
     grad = torch.zeros_like(hidden_ALD)
     correct = torch.zeros(hidden_ALD.shape[:2], dtype=torch.bool, device=hidden_ALD.device)
-    loss = 0.0
+    loss = torch.zeros((), dtype=torch.float64, device=hidden_ALD.device)
     for first in range(0, len(hidden_ALD), config.loss_chunk):
         part = slice(first, first + config.loss_chunk)
         chunk = targets.part(part)
@@ -137,7 +142,7 @@ def head_loss(hidden_ALD: torch.Tensor, head: Head, targets: Targets, config: Tr
 
 def _chunk_loss(
     hidden: torch.Tensor, head: Head, targets: Targets, config: TrainConfig, total: float
-) -> tuple[float, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     logits = head.logits(hidden)
     top = logits.max(-1, keepdim=True)
     correct = (top.indices[..., 0] == targets.labels) & targets.known
@@ -152,7 +157,7 @@ def _chunk_loss(
     (g,) = torch.autograd.grad(loss, logprobs)
     grad = probs.mul_(-g.sum(-1, keepdim=True) / sums)
     grad.scatter_add_(-1, ids, g)
-    return float(loss.detach()), head.gradient(grad, logits), correct
+    return loss.detach().double(), head.gradient(grad, logits), correct
 
 
 def _slot_losses(logprobs: torch.Tensor, targets: Targets, config: TrainConfig) -> torch.Tensor:
