@@ -143,8 +143,11 @@ class FeatureSource:
         for row, (index, length) in enumerate(zip(group, lengths, strict=True)):
             # cloned, because autograd may not keep tensors of inference mode
             states = out.features_BTF[row, : self._width(index)].clone()
-            likeliest = self._likeliest(out.logits_BTV[row], first, length) if self._num_tokens else (None, None)
-            found.append(Features(states, *likeliest))
+            if self._num_tokens:
+                own = self._first_needed(index)
+                found.append(Features(states, *self._likeliest(out.logits_BTV[row, own - first :], own, length)))
+            else:
+                found.append(Features(states))
         return found
 
     def _cache(self, rows: int) -> KVCache:
