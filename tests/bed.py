@@ -160,6 +160,7 @@ class ScriptedDrafter:
 
     name = "scripted"
     target_layer_ids: tuple[int, ...] = ()
+    drafts_trees = False
 
     def __init__(self, script: Callable[[list[int]], list[int]], block_size: int, num_prompt: int) -> None:
         self.script, self.block_size, self.num_prompt = script, block_size, num_prompt
@@ -247,6 +248,7 @@ class PuppetTarget:
         valid: Sequence[int] | None = None,
         keep: slice | int = slice(None),
         layer_ids: Sequence[int] = (),
+        parents: Sequence[Sequence[int]] | None = None,
     ) -> TargetOutput:
         starts = [cache.lengths[row] for row in rows]
         states = tokens_BT[:, None, :, None].double()
@@ -257,8 +259,22 @@ class PuppetTarget:
             written = cache.layer(0)[0][row, 0, :, 0].long().tolist()
             for t, slot in enumerate(slots):
                 if valid is None or slot < valid[b]:
-                    logits[b, t] = torch.as_tensor(self.law(tuple(written[: start + slot + 1])), dtype=self.dtype)
+                    path = (
+                        written[start : start + slot + 1]
+                        if parents is None
+                        else self._path(written[start:], parents[b], slot)
+                    )
+                    logits[b, t] = torch.as_tensor(self.law((*written[:start], *path)), dtype=self.dtype)
         return TargetOutput(logits, None)
+
+    @staticmethod
+    def _path(block: list[int], parents: Sequence[int], slot: int) -> list[int]:
+        """The tokens a tree's slot follows, from the anchor down to its own."""
+        path = [block[slot]]
+        while slot:
+            slot = parents[slot - 1] + 1
+            path.insert(0, block[slot])
+        return path
 
 
 def saying(answer: Sequence[int], num_prompt: int, vocab: int) -> Callable[[tuple[int, ...]], torch.Tensor]:

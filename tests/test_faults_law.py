@@ -163,6 +163,7 @@ class MarkovDrafter:
 
     name = "markov"
     target_layer_ids: tuple[int, ...] = ()
+    drafts_trees = False
 
     def __init__(self, law: Any, block_size: int) -> None:
         self.law, self.max_draft_tokens = law, block_size - 1

@@ -115,8 +115,8 @@ BUGS = [
     Bug(
         "noise depends on the slot, not on the position",
         "sampling.py",
-        "scores[t] += self.noise(self.next_position + t)",
-        "scores[t] += self.noise(t)",
+        "scores[t] += self.noise(self.next_position + ahead)",
+        "scores[t] += self.noise(ahead)",
         LOSSLESS,
         "dflash-coupled-llama-float64",
     ),

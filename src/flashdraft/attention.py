@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from .cache import KVCache, round_up
+from .tree import ancestor_mask, depths
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,17 @@ class AttentionPlan:
         num_tokens: T, the width of the pass.
         valid: per row, how many of the T tokens are real; the rest is padding, which real tokens
             never see. None: all of them.
+        parents: per row, the tree of its valid tokens behind the first (tree.py): a token sees the
+            context, its ancestors and itself, at the position its depth says. None: chains.
     """
 
     def __init__(
-        self, cache: KVCache, rows: Sequence[int], num_tokens: int, valid: Sequence[int] | None = None
+        self,
+        cache: KVCache,
+        rows: Sequence[int],
+        num_tokens: int,
+        valid: Sequence[int] | None = None,
+        parents: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self.cache = cache
         self.rows = list(rows)
@@ -52,10 +60,13 @@ class AttentionPlan:
             cache.clear(row, start + num_tokens)
         self._spans = self._plan()
         self._masks: dict[tuple[object, ...], torch.Tensor] = {}
+        self._tree = None if parents is None else _tree_tables(parents, num_tokens)
 
     def positions(self, device: torch.device | str) -> torch.Tensor:
         """Position of every token, int64 [B, T]."""
         starts = torch.tensor(self.starts, dtype=torch.int64, device=device)
+        if self._tree is not None:
+            return starts[:, None] + self._tree[0].to(device)
         return starts[:, None] + torch.arange(self.num_tokens, dtype=torch.int64, device=device)
 
     def _plan(self) -> list[_Span]:
@@ -123,16 +134,45 @@ class AttentionPlan:
         valid = torch.tensor(self.valid[batch], device=device)[:, None, None]
         query = starts + torch.arange(self.num_tokens, device=device)[None, :, None]
         slot = torch.arange(self._first_slot(span, window), span.num_slots, device=device)[None, None, :]
-        seen = slot < starts + valid
-        if causal:
-            seen = seen & (slot <= query)
-        if window is not None:
-            seen = seen & (query - slot < window) & (slot - query < window)
-        # Padding tokens see themselves, or their softmax would be over nothing: NaN.
-        seen = seen | (slot == query)
+        if self._tree is None:
+            seen = slot < starts + valid
+            if causal:
+                seen = seen & (slot <= query)
+            if window is not None:
+                seen = seen & (query - slot < window) & (slot - query < window)
+            # Padding tokens see themselves, or their softmax would be over nothing: NaN.
+            seen = seen | (slot == query)
+        else:
+            seen = self._seen_in_tree(span, starts, slot, window)
         mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
         self._masks[key] = mask.repeat(1, group, 1)[:, None]
         return self._masks[key]
+
+    def _seen_in_tree(self, span: _Span, starts: torch.Tensor, slot: torch.Tensor, window: int | None) -> torch.Tensor:
+        """bool [b, T, S']: the context before the pass, and in it the ancestors and the token itself.
+        A window counts positions, and siblings share one: their slots say nothing about distance."""
+        assert self._tree is not None
+        batch = slice(span.first, span.last)
+        depths_BT, ancestors_BTT = (t[batch].to(slot.device) for t in self._tree)
+        inside = slot - starts
+        within = (inside >= 0) & (inside < self.num_tokens)
+        index = inside.clamp(0, self.num_tokens - 1).expand(-1, self.num_tokens, -1)
+        seen = (inside < 0) | (within & ancestors_BTT.gather(2, index))
+        if window is None:
+            return seen
+        key = torch.where(within, starts + depths_BT[:, None, :].expand_as(ancestors_BTT).gather(2, index), slot)
+        return seen & (starts + depths_BT[:, :, None] - key < window)
+
+
+def _tree_tables(parents: Sequence[Sequence[int]], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Depths [B, T] and ancestors, itself included, [B, T, T]; padding sees itself alone."""
+    depths_BT = torch.zeros(len(parents), num_tokens, dtype=torch.int64)
+    ancestors_BTT = torch.eye(num_tokens, dtype=torch.bool).repeat(len(parents), 1, 1)
+    for b, row in enumerate(parents):
+        size = len(row) + 1
+        depths_BT[b, 1:size] = torch.tensor(depths(row), dtype=torch.int64)
+        ancestors_BTT[b, :size, :size] = ancestor_mask(row)
+    return depths_BT, ancestors_BTT
 
 
 def _attend_fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:

@@ -156,15 +156,23 @@ class RowSampler:
         """True if the choice is the argmax of the untouched logits (the common fast path)."""
         return self.greedy and not (self._penalised or self._bias or self.params.min_tokens)
 
-    def scores(self, logits_TV: torch.Tensor, drafted: Sequence[int] = ()) -> torch.Tensor:
-        """Processed fp32 scores [T, V]; slot t follows the committed tokens and `drafted[:t]`."""
+    def scores(
+        self, logits_TV: torch.Tensor, drafted: Sequence[int] = (), paths: Sequence[Sequence[int]] | None = None
+    ) -> torch.Tensor:
+        """Processed fp32 scores [T, V]; slot t follows the committed tokens and `drafted[:t]`, or
+        `paths[t]` where slots are no chain."""
         scores = logits_TV.to(torch.float32, copy=True)
         for token, bias in self._bias:
             scores[:, token] += bias
         if self._penalised:
-            scores = self._penalise(scores, drafted)
-        for t in range(min(len(scores), self.params.min_tokens - self.num_generated)):
-            scores[t, self._stop_ids] = -torch.inf
+            scores = self._penalise(scores, drafted, paths)
+        if paths is not None:
+            for t, path in enumerate(paths):
+                if self.num_generated + len(path) < self.params.min_tokens:
+                    scores[t, self._stop_ids] = -torch.inf
+        else:
+            for t in range(min(len(scores), self.params.min_tokens - self.num_generated)):
+                scores[t, self._stop_ids] = -torch.inf
         if self.greedy:
             return scores
         scores /= self.params.temperature
@@ -172,30 +180,39 @@ class RowSampler:
         scores = _cut_top_p(scores, self.params.top_p)
         return _cut_min_p(scores, self.params.min_p)
 
-    def _penalise(self, scores: torch.Tensor, drafted: Sequence[int]) -> torch.Tensor:
+    def _penalise(
+        self, scores: torch.Tensor, drafted: Sequence[int], paths: Sequence[Sequence[int]] | None
+    ) -> torch.Tensor:
         params = self.params
         counts = self._counts_V.expand(scores.shape[0], -1).clone()
-        for t, token in enumerate(drafted[: scores.shape[0] - 1]):
-            counts[t + 1 :, token] += 1
+        if paths is not None:
+            for t, path in enumerate(paths):
+                for token in path:
+                    counts[t, token] += 1
+        else:
+            for t, token in enumerate(drafted[: scores.shape[0] - 1]):
+                counts[t + 1 :, token] += 1
         seen = (counts > 0) | self._in_prompt_V
         penalty = params.repetition_penalty
         scores = torch.where(seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
         return scores - counts * params.frequency_penalty - (counts > 0) * params.presence_penalty
 
-    def choose(self, logits_TV: torch.Tensor, drafted: Sequence[int] = ()) -> torch.Tensor:
+    def choose(
+        self, logits_TV: torch.Tensor, drafted: Sequence[int] = (), paths: Sequence[Sequence[int]] | None = None
+    ) -> torch.Tensor:
         """The request's own token for every slot [T]: argmax of the scores plus the slot's noise.
 
         With T > 0 this is a draw from softmax(scores) (the Gumbel-max trick); greedy has no noise.
-        Ties go to the lowest id.
+        Ties go to the lowest id. Noise belongs to a position: slots with paths of one length share it.
         """
         if self.plain_argmax:
             # float64 is rounded first, as everywhere: all choices are made on fp32 scores.
             narrow = logits_TV.float() if logits_TV.dtype == torch.float64 else logits_TV
             return narrow.argmax(-1)
-        scores = self.scores(logits_TV, drafted)
+        scores = self.scores(logits_TV, drafted, paths)
         if not self.greedy:
-            for t in range(len(scores)):
-                scores[t] += self.noise(self.next_position + t)
+            for t, ahead in enumerate(range(len(scores)) if paths is None else map(len, paths)):
+                scores[t] += self.noise(self.next_position + ahead)
         return scores.argmax(-1)
 
     def noise(self, position: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ import torch
 from .drafters import Drafter
 from .sampling import ACCEPT, RESIDUAL, RowSampler, uniform
 from .target import Target, padded_width
+from .tree import chain, check, depths, paths
 from .types import Commit, Draft, FlashdraftError, TargetOutput, Verdict
 from .verify import accept_matching, accept_rejection
 
@@ -27,11 +28,17 @@ class Proposal:
     """A row's verified tokens, not yet final: the accepted ones and the bonus token last.
 
     logits_TV: the target's logits each of them was picked from (T = len(tokens)).
+    slots: where in the verify pass those logits, and the tokens' features, came from; None: 0, 1, ...
     """
 
     tokens: tuple[int, ...]
     num_drafted: int
     logits_TV: torch.Tensor
+    slots: tuple[int, ...] | None = None
+
+
+# rows, features, and per row the slots that its proposal came from (None: chains)
+_Verified = tuple[tuple[int, ...], torch.Tensor | None, tuple[tuple[int, ...], ...] | None]
 
 
 class Session:
@@ -52,7 +59,7 @@ class Session:
         self.samplers: list[RowSampler | None] = [None] * rows
         self.draft_seconds = self.verify_seconds = 0.0
         self._chunk = prefill_chunk
-        self._verified: tuple[tuple[int, ...], torch.Tensor | None] = ((), None)
+        self._verified: _Verified = ((), None, None)
 
     def prefill(self, row: int, prompt: Sequence[int], sampler: RowSampler, reuse: int = 0) -> Proposal:
         """Commit a prompt, behind the row's first `reuse` tokens which it shares, and propose the
@@ -86,20 +93,24 @@ class Session:
         self.drafter.observe(self.state, Commit((row,), (tokens,), features))
 
     def verify(self, rows: Sequence[int], limits: Sequence[int]) -> list[Proposal]:
-        """One round for `rows`: a draft of at most limits[i] tokens each, checked in one pass."""
+        """One round for `rows`: a draft at most limits[i] tokens deep each, checked in one pass."""
         samplers = self._samplers_of(rows)
         began = self._now()
         draft = self.drafter.propose(self.state, rows, samplers, limits)
-        assert draft.parents_BN is None, "a session verifies chains"
-        assert all(n <= limit for n, limit in zip(draft.lengths_B, limits, strict=True)), "more than was asked for"
+        trees = _trees(draft, limits)
         drafted = [tokens[:n] for tokens, n in zip(draft.tokens_BN.tolist(), draft.lengths_B, strict=True)]
         proposed = self._now()
         anchors = torch.tensor([[self.tokens[row][-1]] for row in rows], device=self.target.device)
         tokens_BT = torch.cat([anchors, draft.tokens_BN.to(self.target.device)], dim=1)
         valid = [1 + len(tokens) for tokens in drafted]
-        out = self.target.forward(tokens_BT, self.cache, rows, valid=valid, layer_ids=self.drafter.target_layer_ids)
-        proposals = self._judge(out.logits_BTV, draft, drafted, samplers)
-        self._verified = (tuple(rows), out.features_BTF)
+        layer_ids = self.drafter.target_layer_ids
+        out = self.target.forward(tokens_BT, self.cache, rows, valid=valid, layer_ids=layer_ids, parents=trees)
+        if trees is None:
+            proposals = self._judge(out.logits_BTV, draft, drafted, samplers)
+            self._verified = (tuple(rows), out.features_BTF, None)
+        else:
+            proposals = self._judge_trees(out.logits_BTV, drafted, trees, samplers)
+            self._verified = (tuple(rows), out.features_BTF, tuple(p.slots or () for p in proposals))
         self.draft_seconds += proposed - began
         self.verify_seconds += self._now() - proposed
         return proposals
@@ -114,6 +125,25 @@ class Session:
             verdict = self._pick(sampler, logits_TV, tokens, probs)
             kept = (*(tokens[n] for n in verdict.path), verdict.bonus)
             proposals.append(Proposal(kept, len(tokens), logits_TV[: len(kept)]))
+        return proposals
+
+    def _judge_trees(
+        self,
+        logits_BTV: torch.Tensor,
+        drafted: list[list[int]],
+        trees: Sequence[Sequence[int]],
+        samplers: Sequence[RowSampler],
+    ) -> list[Proposal]:
+        proposals = []
+        for b, (sampler, tokens, parents) in enumerate(zip(samplers, drafted, trees, strict=True)):
+            assert sampler.greedy or sampler.params.acceptance == "coupled", "rejection knows chains only"
+            logits_TV = logits_BTV[b, : len(tokens) + 1]
+            own = sampler.choose(logits_TV, paths=paths(tokens, parents))
+            verdict = accept_matching(tokens, own.tolist(), parents)
+            slots = (0, *(node + 1 for node in verdict.path))
+            self._check_finite(logits_TV.gather(-1, own[:, None])[list(slots)])
+            kept = (*(tokens[n] for n in verdict.path), verdict.bonus)
+            proposals.append(Proposal(kept, len(tokens), logits_TV[list(slots)], slots))
         return proposals
 
     def _pick(
@@ -136,30 +166,38 @@ class Session:
                 [uniform(sampler.seed, t, RESIDUAL) for t in slots],
             )
         # Only of the slots that count: a wrong draft may lead the target anywhere.
-        if not bool(proof[: verdict.num_accepted + 1, 0].isfinite().all()):
+        self._check_finite(proof[: verdict.num_accepted + 1])
+        return verdict
+
+    def _check_finite(self, proof: torch.Tensor) -> None:
+        if not bool(proof[:, 0].isfinite().all()):
             raise FlashdraftError(
                 f"{self.target.name} gives logits from which no token can be chosen (nan, or all of them infinite); "
                 "load it in a wider dtype (float32), and see that its weights are whole."
             )
-        return verdict
 
     def commit(self, kept: Sequence[Sequence[int]]) -> None:
         """Make the first tokens of the last proposals final: kept[i] for the i-th row of `verify`.
 
         The only place where a round changes state: caches, samplers, the drafter.
         """
-        rows, features_BTF = self._verified
-        for row, sampler, tokens in zip(rows, self._samplers_of(rows), kept, strict=True):
-            self.cache.keep(row, len(tokens))
+        rows, features_BTF, slots = self._verified
+        for b, (row, sampler, tokens) in enumerate(zip(rows, self._samplers_of(rows), kept, strict=True)):
+            if slots is not None:
+                self.cache.keep_path(row, slots[b][: len(tokens)])
+            else:
+                self.cache.keep(row, len(tokens))
             self.tokens[row].extend(tokens)
             sampler.commit(tokens)
         features = None
-        if features_BTF is not None:
+        if features_BTF is not None and slots is not None:
+            features = torch.cat([features_BTF[b, list(slots[b][: len(tokens)])] for b, tokens in enumerate(kept)])
+        elif features_BTF is not None:
             features = torch.cat([features_BTF[b, : len(tokens)] for b, tokens in enumerate(kept)])
         began = self._now()
         self.drafter.observe(self.state, Commit(rows, tuple(map(tuple, kept)), features))
         self.draft_seconds += self._now() - began
-        self._verified = ((), None)
+        self._verified = ((), None, None)
 
     def forget(self, row: int) -> None:
         """Nothing of a row may be reused: a prefill or round of it was interrupted."""
@@ -173,3 +211,16 @@ class Session:
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
         return time.perf_counter()
+
+
+def _trees(draft: Draft, limits: Sequence[int]) -> list[list[int]] | None:
+    """The parents of every row's own nodes, or None if the draft is chains; checked."""
+    if draft.parents_BN is None:
+        assert all(n <= limit for n, limit in zip(draft.lengths_B, limits, strict=True)), "more than was asked for"
+        return None
+    trees = [parents[:n] for parents, n in zip(draft.parents_BN.tolist(), draft.lengths_B, strict=True)]
+    for parents, limit in zip(trees, limits, strict=True):
+        check(parents)
+        assert max(depths(parents), default=0) <= limit, "deeper than was asked for"
+    # chains in disguise take the shorter way
+    return None if all(parents == chain(len(parents)) for parents in trees) else trees

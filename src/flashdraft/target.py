@@ -119,6 +119,7 @@ class Target:
         valid: Sequence[int] | None = None,
         keep: slice | int = slice(None),
         layer_ids: Sequence[int] = (),
+        parents: Sequence[Sequence[int]] | None = None,
     ) -> TargetOutput:
         """One pass over new tokens behind each row's committed ones; lengths are not changed.
 
@@ -126,9 +127,11 @@ class Target:
             tokens_BT: int64; row b's tokens sit at positions cache.lengths[rows[b]] onwards.
             valid: per row, real tokens among the T (the rest is padding); None is all.
             keep: which positions' logits to compute: all, one index, or slice(0, 0) for none.
-            layer_ids: decoder layers whose outputs to return, joined along the width.
+            layer_ids: decoder layers whose outputs to return, joined along the width; the number of
+                layers stands for what the head reads, the state after the final norm.
+            parents: per row, the tree of its tokens behind the first (tree.py); None: chains.
         """
-        plan = AttentionPlan(cache, rows, tokens_BT.shape[1], valid)
+        plan = AttentionPlan(cache, rows, tokens_BT.shape[1], valid, parents)
         # Padding may lie beyond the last position that a learned table has.
         positions = plan.positions(self.device).clamp_(max=self.max_context - 1)
         with self._tapped(layer_ids) as taps, bridge.running(plan, self.windows):
@@ -154,7 +157,7 @@ class Target:
 
         def hook(index: int) -> Any:
             def keep(_module: nn.Module, _args: object, output: Any) -> None:
-                taps[index] = output[0] if isinstance(output, tuple) else output
+                taps[index] = output if isinstance(output, torch.Tensor) else output[0]
                 if taps[index].ndim != 3:
                     raise FlashdraftError(
                         f"decoder layers of {self.name} put out states of shape {list(taps[index].shape)}; a drafter "
@@ -163,12 +166,23 @@ class Target:
 
             return keep
 
-        handles = [self.layers[i].register_forward_hook(hook(i)) for i in layer_ids]
+        handles = [self.layers[i].register_forward_hook(hook(i)) for i in layer_ids if i < self.num_layers]
+        if self.num_layers in layer_ids:
+            handles.append(self._decoder().register_forward_hook(hook(self.num_layers)))
         try:
             yield taps
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _decoder(self) -> nn.Module:
+        """The model without its head, whose output is what the head reads."""
+        decoder: nn.Module = self.model.base_model
+        if decoder is self.model:
+            raise FlashdraftError(
+                f"{self.name} has no decoder apart from its head; use a drafter that does not read it."
+            )
+        return decoder
 
 
 def usable_device(device: str | torch.device | None = None) -> torch.device:

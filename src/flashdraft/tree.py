@@ -47,6 +47,14 @@ def ancestor_mask(parents: Sequence[int]) -> torch.Tensor:
     return mask
 
 
+def paths(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, ...]]:
+    """Per slot, the drafted tokens from below the anchor down to it: the anchor's is empty."""
+    out: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tokens, parents, strict=True):
+        out.append((*out[parent + 1], token))
+    return out
+
+
 def path_to(parents: Sequence[int], node: int) -> tuple[int, ...]:
     """Nodes from the anchor's child down to `node`; empty for the anchor (-1)."""
     path: list[int] = []

@@ -156,7 +156,8 @@ class Draft:
     """What a drafter proposes in one round, for the rows it was asked about, in their order.
 
     tokens_BN: int64. Row b proposes its first `lengths_B[b]` tokens; what follows is padding.
-    parents_BN: node -> index of its parent among the nodes, -1 for the anchor; None is a chain.
+    parents_BN: int64, node -> index of its parent among the nodes, -1 for the anchor; parents come
+        before their children. None is a chain.
     probs_NV: per row, the fp32 distribution each token was drawn from; None is a point mass.
     """
 
@@ -212,7 +213,8 @@ class Token:
 
 @dataclass(frozen=True)
 class Round:
-    """One draft + verify of one request: tokens proposed, and tokens kept (bonus not counted)."""
+    """One draft + verify of one request: tokens proposed (all nodes of a tree), and tokens kept (bonus
+    not counted)."""
 
     num_drafted: int
     num_accepted: int

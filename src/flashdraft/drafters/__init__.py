@@ -36,7 +36,14 @@ class Drafter(Protocol):
         ...
 
     @property
-    def max_draft_tokens(self) -> int: ...
+    def max_draft_tokens(self) -> int:
+        """Most tokens of a draft, all nodes of a tree counted."""
+        ...
+
+    @property
+    def drafts_trees(self) -> bool:
+        """Whether drafts may have `parents_BN`: then rejection acceptance is refused."""
+        ...
 
     def open(self, rows: int, capacity: int) -> Any:
         """State for `rows` requests at a time of up to `capacity` tokens each."""
@@ -51,7 +58,8 @@ class Drafter(Protocol):
         ...
 
     def propose(self, state: Any, rows: Sequence[int], samplers: Sequence[RowSampler], limits: Sequence[int]) -> Draft:
-        """At most `limits[b]` tokens for `rows[b]`, which `samplers[b]` picks tokens for."""
+        """A chain (or tree of such depth) of at most `limits[b]` tokens for `rows[b]`, for which
+        `samplers[b]` picks tokens."""
         ...
 
 
@@ -61,6 +69,7 @@ class NoDrafter:
     name = "none"
     target_layer_ids: tuple[int, ...] = ()
     max_draft_tokens = 0
+    drafts_trees = False
 
     def open(self, rows: int, capacity: int) -> None:
         return None

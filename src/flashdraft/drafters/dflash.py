@@ -142,6 +142,7 @@ class DFlashDrafter:
     """
 
     name = "dflash"
+    drafts_trees = False
 
     def __init__(
         self,
