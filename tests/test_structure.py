@@ -17,8 +17,8 @@ ORDER = [
     "bridge", "probe", "target", "draft_config", "checkpoint",
     "drafters.ngram", "drafters.layers", "drafters.dflash", "drafters", "text", "session", "engine",
     "training", "training.data", "training.output", "training.tally", "training.endpoints", "training.ways",
-    "training.regenerate", "training.config", "training.plan", "training.blocks", "training.features", "training.objectives", "training.initialise",
-    "training.optimizer", "training.checkpoints", "training.validation", "training.progress", "training.parallel",
+    "training.regenerate", "training.config", "training.plan", "training.flex", "training.blocks", "training.features", "training.objectives", "training.initialise",
+    "training.parallel", "training.optimizer", "training.checkpoints", "training.validation", "training.progress",
     "training.trainer", "training.run",
     "terminal", "chat", "doctor", "demo", "options", "training.commands", "cli", "__init__", "__main__",
 ]  # fmt: skip

@@ -127,7 +127,7 @@ def test_the_metric_is_a_joint_run() -> None:
 
 def test_labels_outside_the_draft_vocabulary_count_as_wrong() -> None:
     """They have no cross-entropy, but the metric must not skip them."""
-    blocks = Blocks(torch.zeros(1, 4), torch.zeros(1, 4), torch.tensor([[5, 7, 9]]), (0,), 1)
+    blocks = Blocks(torch.zeros(1, 4), torch.zeros(1, 4), torch.tensor([[5, 7, 9]]), (0,), 1, (0,))
     index_of = torch.full((10,), -1)
     index_of[torch.tensor([5, 9])] = torch.arange(2)
     targets = make_targets(blocks, {}, index_of, with_distribution=False)
@@ -140,7 +140,7 @@ def test_labels_outside_the_draft_vocabulary_count_as_wrong() -> None:
 
 def test_distributions_are_those_at_the_label(tmp_path: Any) -> None:
     """Slot k of anchor p is compared with the target's distribution for position p + k."""
-    blocks = Blocks(torch.zeros(1, 4), torch.tensor([[3, 4, 5, 6]]), torch.tensor([[1, 1, -1]]), (8,), 1)
+    blocks = Blocks(torch.zeros(1, 4), torch.tensor([[3, 4, 5, 6]]), torch.tensor([[1, 1, -1]]), (8,), 1, (3,))
     ids = torch.arange(7)[:, None] * 10
     features = Features(torch.zeros(64, 1), ids, ids.double() / 100)
     targets = make_targets(blocks, {8: features}, None, with_distribution=True)

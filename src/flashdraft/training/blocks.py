@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 
 from ..cache import round_up
-from ..drafters.dflash import DFlashNetwork
+from ..drafters.dflash import Attend, DFlashNetwork
 from .data import TokenSequence
+from .flex import flex_attend
 from .plan import Piece
 
 
@@ -27,6 +28,7 @@ class Blocks:
 
     tokens_AB: [anchor, MASK, ...]. positions_AB. labels_AL: what slots 1.. should predict, -1 for
     none. sequences: of each piece. N = A / pieces; blocks that fill up a piece have no label.
+    reach: of each piece, the context slots that its furthest block sees.
     """
 
     tokens_AB: torch.Tensor
@@ -34,6 +36,7 @@ class Blocks:
     labels_AL: torch.Tensor
     sequences: tuple[int, ...]
     blocks_per_piece: int
+    reach: tuple[int, ...]
 
 
 def make_blocks(
@@ -43,7 +46,11 @@ def make_blocks(
     mask_token_id: int,
     blocks_per_piece: int,
     device: torch.device | str = "cpu",
+    num_pieces: int | None = None,
 ) -> Blocks:
+    """num_pieces: fill the batch up to so many, with pieces that have no label, for shapes that stay."""
+    filling = [Piece(pieces[-1].sequence, pieces[-1].anchors, (0,) * len(pieces[-1].anchors))]
+    pieces = [*pieces, *filling * ((num_pieces or 0) - len(pieces))]
     slots = torch.arange(block_size)
     tokens, positions, labels = [], [], []
     for piece in pieces:
@@ -64,6 +71,7 @@ def make_blocks(
         torch.cat(labels).to(device),
         tuple(piece.sequence for piece in pieces),
         blocks_per_piece,
+        tuple(max(piece.anchors) for piece in pieces),
     )
 
 
@@ -72,11 +80,21 @@ def block_states(
     embed: Callable[[torch.Tensor], torch.Tensor],
     blocks: Blocks,
     states_TF: Mapping[int, torch.Tensor],
+    attention: str = "sdpa",
 ) -> torch.Tensor:
-    """Final states [A, L, D] of the masked slots. states_TF: features of the batch's sequences."""
-    config, size = network.config, blocks.blocks_per_piece
-    anchors = blocks.positions_AB[:, 0]
-    reach = [int(part.max()) for part in anchors.view(-1, size)]
+    """Final states [A, L, D] of the masked slots. states_TF: features of the batch's sequences.
+
+    attention: "sdpa" is a call per piece, "flex" one for all of them (flex.py).
+    """
+    attend = (flex_attend if attention == "flex" else piece_attend)(network, blocks, states_TF)
+    embeds = embed(blocks.tokens_AB) * network.config.embedding_scale
+    states: torch.Tensor = network(embeds, blocks.positions_AB, attend)
+    return states[:, 1:]
+
+
+def piece_attend(network: DFlashNetwork, blocks: Blocks, states_TF: Mapping[int, torch.Tensor]) -> Attend:
+    """What the network calls for the attention of this pass."""
+    config, size, reach = network.config, blocks.blocks_per_piece, blocks.reach
     context = _project(network, blocks.sequences, reach, states_TF)
     masks: dict[tuple[int, int | None, bool], tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -97,9 +115,7 @@ def block_states(
             outs.append(attend_piece(q[part], keys[seen], values[seen], k[part], v[part], *masks))
         return torch.cat(outs)
 
-    embeds = embed(blocks.tokens_AB) * config.embedding_scale
-    states: torch.Tensor = network(embeds, blocks.positions_AB, attend)
-    return states[:, 1:]
+    return attend
 
 
 def _project(

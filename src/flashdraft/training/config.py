@@ -22,7 +22,7 @@ from ..types import FlashdraftError
 MAY_CHANGE = frozenset({
     "run", "threads", "max_steps", "epochs", "log_steps", "keep", "checkpoint_minutes", "checkpoint_steps",
     "validation", "validation_prompts", "validation_tokens", "validation_minutes", "validation_steps",
-    "feature_cache", "feature_cache_gb", "loss_chunk",
+    "feature_cache", "feature_cache_gb", "loss_chunk", "shard",
 })  # fmt: skip
 
 
@@ -38,6 +38,8 @@ class TrainConfig:
         blocks_per_batch: blocks of one forward and backward pass.
         accumulate: passes of one optimizer step (all processes together).
         mix: sequences whose pieces are shuffled together; their features are held in memory.
+        attention: "flex" (one FlexAttention call a pass, for CUDA), "sdpa" (a call per piece) or "auto".
+        shard: several processes share out the masters and the optimizer's moments.
         gamma: slot k weighs exp(-(k - 1) / gamma); None goes by the block size.
         dpace_alpha: D-PACE weights (arXiv 2605.18810) instead of the decay, smoothed by this.
         distribution_tokens: likeliest tokens of the target that the KL and TV terms compare.
@@ -70,6 +72,7 @@ class TrainConfig:
     blocks_per_batch: int = 128
     accumulate: int = 4
     mix: int = 64
+    attention: str = "auto"
     # the objective
     ce_weight: float = 1.0
     kl_weight: float = 0.0
@@ -93,6 +96,7 @@ class TrainConfig:
     ema: float | None = None
     max_steps: int | None = None
     epochs: float = 1.0
+    shard: bool = False
     # around it
     log_steps: int = 10
     keep: int = 2
@@ -117,6 +121,7 @@ class TrainConfig:
             "blocks_per_batch", self.blocks_per_batch, f"a multiple of anchors_per_piece ({self.anchors_per_piece})",
         )  # fmt: skip
         _require(self.init in ("target", "random"), "init", self.init, '"target" or "random"')
+        _require(self.attention in ("auto", "sdpa", "flex"), "attention", self.attention, '"auto", "sdpa" or "flex"')
         _require(self.optimizer in ("adamw", "muon"), "optimizer", self.optimizer, '"adamw" or "muon"')
         _require(self.schedule in ("cosine", "wsd"), "schedule", self.schedule, '"cosine" or "wsd"')
         weights = (self.ce_weight, self.kl_weight, self.tv_weight)
@@ -191,20 +196,25 @@ def _convert(value: Any, hint: Any, key: str) -> Any:
             return float(value)
         except ValueError:
             pass
-    elif hint is int and isinstance(value, int) and not isinstance(value, bool):
+    elif (hint is int and isinstance(value, int) and not isinstance(value, bool)) or (
+        hint is bool and isinstance(value, bool)
+    ):
         return value
     elif hint is str and isinstance(value, (str, Path)):
         return str(value)
     raise FlashdraftError(f"{key} is {value!r}; expected {_NAMES[hint]}.")
 
 
-_NAMES = {float: "a number", int: "a whole number", str: "a text"}
+_NAMES = {float: "a number", int: "a whole number", str: "a text", bool: "true or false"}
 
 
 def config_diff(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What a resumed run's configuration changes though it must not, a line each."""
-    keys = sorted({*old, *new} - MAY_CHANGE)
-    return [f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)]
+    """What a resumed run's configuration changes though it must not, a line each. A key that did not
+    exist when the run began has its default there."""
+    defaults = {f.name: f.default for f in dataclasses.fields(TrainConfig) if f.default is not dataclasses.MISSING}
+    before, after = ({**defaults, **values} for values in (old, new))
+    keys = sorted({*before, *after} - MAY_CHANGE)
+    return [f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in keys if before.get(key) != after.get(key)]
 
 
 def as_json(config: TrainConfig) -> dict[str, Any]:

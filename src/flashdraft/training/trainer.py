@@ -25,6 +25,7 @@ from .checkpoints import Checkpoints
 from .config import TrainConfig, as_json, config_diff
 from .data import TokenSequence
 from .features import FeatureSource
+from .flex import choose_attention
 from .objectives import Head, Outcome, denominator, head_loss, leading_runs, make_targets
 from .optimizer import Masters, learning_rate
 from .parallel import Group
@@ -84,7 +85,10 @@ class Trainer:
         if vocab_ids is not None:
             self._index_of = torch.full((target.vocab_size,), -1, dtype=torch.int64, device=target.device)
             self._index_of[vocab_ids.to(target.device)] = torch.arange(len(vocab_ids), device=target.device)
-        self.masters = Masters(network, weights, copied, config)
+        self.attention = choose_attention(config.attention, target.device, target.dtype, shape.head_dim)
+        # One program is compiled for a full batch, so the last of an epoch is filled up.
+        self._pieces = config.blocks_per_batch // config.anchors_per_piece if self.attention == "flex" else None
+        self.masters = Masters(network, weights, copied, config, self.group)
         self.checkpoints = Checkpoints(config.run, config.keep)
         self.step = 0
         self.best_tau = 0.0
@@ -99,7 +103,7 @@ class Trainer:
         batches = [
             make_blocks(
                 pieces, self.sequences, shape.block_size, shape.mask_token_id, self.config.anchors_per_piece,
-                self.target.device,
+                self.target.device, self._pieces,
             )
             for pieces in self.plan.batches(self.step)
         ]  # fmt: skip
@@ -114,7 +118,8 @@ class Trainer:
                 sums[1] += real.any(-1).sum()
                 sums[2] += leading_runs(outcome.correct_AL, real).sum()
                 sums[3:] += torch.cat([(outcome.correct_AL & real).sum(0), real.sum(0)])
-        self.group.sum([*self.masters.gradients, sums])
+        self.masters.reduce()
+        self.group.sum([sums])
         rate = learning_rate(self.step, self.num_steps, self.config)
         norm = self.masters.step(rate)
         self.step += 1
@@ -124,8 +129,9 @@ class Trainer:
     def _batch(self, blocks: Blocks, total: float) -> Outcome:
         features = {i: self.features.get(i) for i in dict.fromkeys(blocks.sequences)}
         states = block_states(
-            self.network, self.target.embed, blocks, {i: found.states_TF for i, found in features.items()}
-        )
+            self.network, self.target.embed, blocks, {i: found.states_TF for i, found in features.items()},
+            self.attention,
+        )  # fmt: skip
         targets = make_targets(blocks, features, self._index_of, self.config.needs_distribution)
         outcome = head_loss(states.detach(), self.head, targets, self.config, total)
         torch.autograd.backward(states, outcome.grad_ALD)
@@ -152,6 +158,8 @@ class Trainer:
         return True
 
     def save(self) -> Path | None:
+        tensors = self.masters.state()
+        self.masters.collect()
         if not self.group.leads:
             return None
         state = {
@@ -160,7 +168,7 @@ class Trainer:
             "config": as_json(self.config),
             "data_sha256": self._data_sha256,
         }
-        return self.checkpoints.save(self.step, self.masters.state(), state, self.write_draft)
+        return self.checkpoints.save(self.step, tensors, state, self.write_draft)
 
     def write_draft(self, folder: Path) -> None:
         """The draft as it is now, as `flashdraft generate --draft` reads it."""
@@ -204,7 +212,10 @@ class Trainer:
 
     def _validate_now(self, metrics: MetricsFile | None, progress: Progress) -> None:
         """On the first process; the others wait at the next sum."""
-        if self._validate is None or metrics is None:
+        if self._validate is None:
+            return
+        self.masters.collect()
+        if metrics is None:
             return
         tau, details = self._validate(self)
         metrics.add({"step": self.step, "validation_tau": round(tau, 4), "validation": details})
