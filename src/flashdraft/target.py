@@ -67,6 +67,8 @@ class Target:
             self.layers, self.windows = probe.read_layers(self, ids)
             probe.check_roll_back(self, ids, expected)
         model.requires_grad_(False)
+        if model.get_output_embeddings() is not None:
+            model.get_output_embeddings().register_forward_pre_hook(_as_whole)
 
     @classmethod
     def load(
@@ -183,6 +185,15 @@ class Target:
                 f"{self.name} has no decoder apart from its head; use a drafter that does not read it."
             )
         return decoder
+
+
+def _as_whole(_head: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+    """What the head reads, with plain strides. Of a view of some positions torch multiplies row by
+    row on a CPU, with a copy of the head's weights for each: three times the price of a token."""
+    states = args[0]
+    if states.ndim != 3 or states.stride(0) == states.shape[1] * states.stride(1):
+        return None
+    return (states.clone(memory_format=torch.contiguous_format), *args[1:])
 
 
 def usable_device(device: str | torch.device | None = None) -> torch.device:
