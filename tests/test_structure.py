@@ -14,10 +14,11 @@ SOURCE = ROOT / "src" / "flashdraft"
 # docs/design.md, section 3: a module imports only from those before it.
 ORDER = [
     "types", "sampling", "tree", "verify", "cache", "attention", "model_folder", "gguf_header", "loading", "dequantise", "locate",
-    "bridge", "probe", "target", "draft_config", "checkpoint",
-    "drafters.ngram", "drafters.layers", "drafters.dflash", "drafters", "text", "session", "engine",
+    "bridge", "probe", "target", "config_keys", "draft_config", "draft_folder", "checkpoint",
+    "drafters.drawing", "drafters.ngram", "drafters.layers", "drafters.dflash", "drafters.draft_model", "drafters.medusa",
+    "drafters.eagle3", "drafters", "text", "session", "engine",
     "training", "training.data", "training.output", "training.tally", "training.endpoints", "training.ways",
-    "training.regenerate", "training.config", "training.plan", "training.flex", "training.blocks", "training.features", "training.objectives", "training.initialise",
+    "training.regenerate", "training.config", "training.length", "training.plan", "training.flex", "training.blocks", "training.features", "training.objectives", "training.initialise",
     "training.parallel", "training.optimizer", "training.checkpoints", "training.validation", "training.progress",
     "training.trainer", "training.run",
     "terminal", "chat", "doctor", "demo", "options", "training.commands", "cli", "__init__", "__main__",

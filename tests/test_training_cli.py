@@ -55,7 +55,7 @@ def test_train_then_generate(config: Path) -> None:
     folder = config.parent / "run"
     assert "starting: 3 sequences" in out and "step 6/6" in out
     assert "decoded acceptance length" in out and "prompts" in out
-    assert "try it with: flashdraft chat --draft" in out
+    assert f"try it with: flashdraft chat --target {config.parent / 'target'} --draft {folder / 'best'}" in out
     target = str(config.parent / "target")
     code, out, err = invoke("generate", "--target", target, "--dtype", "float32", "--draft", str(folder / "best"),
                             "--max-tokens", "8", "--json", "hello")  # fmt: skip
@@ -65,6 +65,21 @@ def test_train_then_generate(config: Path) -> None:
     made = json.loads((folder / "best" / "training.json").read_text())
     template = ChatTemplate(Target.load(target, dtype="float32").tokenizer, ())
     assert made["chat_template"] == {"sha256": template.sha256, "thinking": None, "system": None}
+    assert made["config"]["target"] == "target" and made["config"]["validation"] == ["prompts.jsonl"]
+    assert str(config.parent) not in (folder / "best" / "training.json").read_text()  # it is published
+    assert made["started_from"] is None
+
+
+def test_a_draft_tells_what_it_started_from(config: Path) -> None:
+    """A card can be written from the last stage of a training alone."""
+    one = ["--set", "max_steps=1", "--set", "validation=[]"]
+    assert invoke("train", str(config), *one)[0] == 0
+    first, second = config.parent / "run" / "latest", config.parent / "second"
+    code, _, err = invoke("train", str(config), *one, "--set", f"init_from={first}", "--set", f"run={second}")
+    assert code == 0, err
+    made = json.loads((second / "latest" / "training.json").read_text())
+    assert made["started_from"] == json.loads((first / "training.json").read_text())
+    assert made["started_from"]["step"] == 1 and made["config"]["init_from"] == "latest"
 
 
 def test_what_a_user_can_mend_is_one_sentence(config: Path) -> None:

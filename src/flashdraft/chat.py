@@ -43,8 +43,8 @@ class Chat:
         self._interactive = sys.stdin.isatty()
         self._interrupted = False
         self._screen = console()
-        self._drafting = engine.drafter.max_draft_tokens > 0
-        self._printer = TokenPrinter(sys.stdout, colours=self._drafting)
+        self._drafter = engine.drafter.name if engine.drafter.max_draft_tokens > 0 else None
+        self._printer = TokenPrinter(sys.stdout, colours=self._drafter is not None)
 
     def run(self) -> None:
         """Turns until the input ends or the person leaves."""
@@ -149,7 +149,7 @@ class Chat:
             self._say(f"stopped after {count_of(count, 'token')}; Ctrl-C again or Ctrl-D leaves")
         else:
             sampled = request.params.temperature > 0
-            line = summary(result, drafting=self._drafting, sampled=sampled, reused=True)
+            line = summary(result, drafter=self._drafter, sampled=sampled, reused=True)
             print_line(self._screen, line)
         return said, result
 

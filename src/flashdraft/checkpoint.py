@@ -8,19 +8,27 @@ that do not know the file draft from the whole vocabulary, with the same weights
 
 from __future__ import annotations
 
-import contextlib
-import json
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 
 from .draft_config import ARCHITECTURE, FULL, SLIDING, DraftConfig, parse_config
+from .draft_folder import (
+    TRAINING,
+    VOCAB,
+    check_tensors,
+    kinds_of,
+    on_cpu,
+    read_config,
+    read_json,
+    read_tensors,
+    reading,
+    write_files,
+)
 from .types import FlashdraftError
 
 if TYPE_CHECKING:
@@ -28,14 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ARCHITECTURE", "DraftConfig", "check_against", "config_json", "parse_config", "read", "read_training",
-    "read_vocab", "tensor_shapes", "write",
+    "read_vocab", "target_digest", "target_warning", "tensor_shapes", "write",
 ]  # fmt: skip
-
-CONFIG, WEIGHTS, TRAINING = "config.json", "model.safetensors", "training.json"
-VOCAB = "draft_vocab.safetensors"
-
-# Element types of a weight, as safetensors spells them. Integers and 8-bit floats are quantised files.
-_FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
 def read(folder: str | Path) -> tuple[DraftConfig, dict[str, torch.Tensor]]:
@@ -44,35 +46,23 @@ def read(folder: str | Path) -> tuple[DraftConfig, dict[str, torch.Tensor]]:
 
     The weights are views of the mapped file: reading allocates nothing before they are converted.
     """
-    path = Path(folder).expanduser()
-    with _reading(path):
-        if not path.is_dir():
-            raise FlashdraftError(f"no draft at {str(folder)!r}; expected a folder with {CONFIG} and {WEIGHTS}.")
-    config = parse_config(_read_json(path / CONFIG), str(path))
-    file = path / WEIGHTS
-    with _reading(file):
-        if not file.is_file():
-            raise FlashdraftError(_missing_weights(path))
-        with safe_open(file, framework="pt") as weights:
-            slices = {key: weights.get_slice(key) for key in weights.keys()}  # noqa: SIM118
-            found = {key: (tuple(part.get_shape()), part.get_dtype()) for key, part in slices.items()}
-            wanted = tensor_shapes(config)
-            _check_tensors(wanted, found, str(file))
-            return config, {key: weights.get_tensor(key) for key in wanted}
+    path, raw = read_config(folder)
+    config = parse_config(raw, str(path))
+    return config, read_tensors(path, tensor_shapes(config))
 
 
 def read_training(folder: str | Path) -> dict[str, Any] | None:
     """What made the draft (training.json), or None. Raises FlashdraftError if it cannot be read;
     `read` does not look at it, so decoding goes on without."""
     file = Path(folder).expanduser() / TRAINING
-    with _reading(file):
-        return _read_json(file) if file.exists() else None
+    with reading(file):
+        return read_json(file) if file.exists() else None
 
 
 def read_vocab(folder: str | Path, config: DraftConfig) -> torch.Tensor | None:
     """The ids a draft was trained to propose, int64 and rising, or None for the whole vocabulary."""
     file = Path(folder).expanduser() / VOCAB
-    with _reading(file):
+    with reading(file):
         if not file.exists():
             return None
         with safe_open(file, framework="pt") as stored:
@@ -83,36 +73,6 @@ def read_vocab(folder: str | Path, config: DraftConfig) -> torch.Tensor | None:
     if int(ids[0]) < 0 or int(ids[-1]) >= config.vocab_size or bool((ids[1:] <= ids[:-1]).any()):
         raise FlashdraftError(f"{file}: the ids do not rise strictly within the vocabulary of {config.vocab_size}.")
     return ids
-
-
-@contextlib.contextmanager
-def _reading(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except (SafetensorError, OSError) as error:
-        raise FlashdraftError(f"{file} cannot be read: {error}") from error
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    with _reading(file):
-        if not file.is_file():  # a pipe would be waited for, a broken link is nothing
-            raise FlashdraftError(f"{file.parent} has no {file.name}; expected a draft folder.")
-        text = file.read_bytes()
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise FlashdraftError(f"{file} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise FlashdraftError(f"{file} holds a {type(value).__name__}; expected a JSON object.")
-    return value
-
-
-def _missing_weights(path: Path) -> str:
-    others = sorted(f.name for f in path.iterdir() if f.suffix in (".safetensors", ".bin", ".pt", ".pth"))
-    if any(name.endswith(".safetensors") for name in others):
-        return f"{path} has its weights in {', '.join(others[:3])}; expected one file {WEIGHTS}."
-    found = f"only {others[0]}, which could run code" if others else f"no {WEIGHTS}"
-    return f"{path} has {found}; expected the draft's weights in {WEIGHTS}."
 
 
 def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
@@ -135,26 +95,6 @@ def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
         shapes |= {f"{layer}mlp.{name}_proj.weight": (ff, hidden) for name in ("gate", "up")}
         shapes[layer + "mlp.down_proj.weight"] = (hidden, ff)
     return shapes
-
-
-def _check_tensors(
-    wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[tuple[int, ...], str]], where: str
-) -> None:
-    if found and all(key.startswith("model.") for key in found):
-        raise FlashdraftError(f"{where} has 'model.' in front of every weight's name; expected names without it.")
-    # rotary tables are recomputed; some exporters store them all the same
-    extra = [key for key in found if key not in wanted and not key.endswith("inv_freq")]
-    problems = [f"{key} is missing" for key in wanted if key not in found]
-    problems += [f"{key} is not part of a draft" for key in sorted(extra)]
-    for key in wanted:
-        shape, dtype = found.get(key, (wanted[key], "F32"))
-        if shape != wanted[key]:
-            problems.append(f"{key} is {list(shape)}, expected {list(wanted[key])}")
-        if dtype not in _FLOATS:
-            problems.append(f"{key} is stored as {dtype}, expected BF16, F16, F32 or F64")
-    if problems:
-        more = f"; and {len(problems) - 12} more" if len(problems) > 12 else ""
-        raise FlashdraftError(f"{where} does not fit its {CONFIG}: {'; '.join(problems[:12])}{more}.")
 
 
 def check_against(config: DraftConfig, target: Target, where: str = "the draft") -> None:
@@ -182,6 +122,36 @@ def check_against(config: DraftConfig, target: Target, where: str = "the draft")
         problems.append(f"mask token {config.mask_token_id} is the target's padding token")
     if problems:
         raise FlashdraftError(f"{where} does not fit the target {target.name}: {'; '.join(problems)}.")
+
+
+def target_digest(target: Target) -> str | None:
+    """SHA-256 that tells a target's weights from others': of names, shapes and up to 1024 values of
+    each tensor, spread over it, rounded to bfloat16, so that a target has the same one in bfloat16 and
+    float32. None for float16, which bfloat16 weights do not survive."""
+    if target.dtype == torch.float16:
+        return None
+    digest = hashlib.sha256()
+    for name, weight in sorted(target.model.state_dict().items()):
+        if not weight.is_floating_point():
+            continue
+        flat = weight.detach().reshape(-1)
+        values = flat[:: max(1, -(-flat.numel() // 1024))].to(torch.bfloat16).cpu()
+        digest.update(f"{name} {list(weight.shape)}\n".encode())
+        digest.update(values.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def target_warning(training: Mapping[str, Any] | None, target: Target) -> str | None:
+    """A sentence if a draft was trained for other weights than the target's (its training.json says
+    so), which costs accepted tokens; else None."""
+    made = (training or {}).get("target_sha256")
+    if made is None or made == (target_digest(target) or made):
+        return None
+    name = (training or {}).get("target", "another target")
+    return (
+        f"the draft was made for {name} with other weights than {target.name} has; the text stays the target's, "
+        "expect fewer accepted tokens."
+    )
 
 
 def config_json(config: DraftConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -257,69 +227,10 @@ def write(
     """Save a draft that `read` and the public tools load. `training` becomes training.json, and
     `vocab_ids` the draft vocabulary beside the weights.
 
-    An older draft in the folder is replaced, other files stay. All is written beside its place and
-    then moved: a failure leaves the older draft. Killed in the middle of the move it leaves a folder
-    without config.json, which `read` refuses, and both drafts in its `.draft-...`: never one draft's
-    weights with another's configuration.
+    An older draft in the folder is replaced, other files stay, whole or not at all (draft_folder.py).
     """
-    path = Path(folder).expanduser()
-    tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in weights.items()}
-    kinds = {name: (tuple(t.shape), _DTYPES.get(t.dtype, str(t.dtype))) for name, t in tensors.items()}
-    _check_tensors(tensor_shapes(config), kinds, "the network")
+    tensors = on_cpu(weights)
+    check_tensors(tensor_shapes(config), kinds_of(tensors), "the network")
     raw = config_json(config, next(iter(tensors.values())).dtype)
     parse_config(raw, "the draft to be saved")  # what is written can be read
-    _refuse_other_content(path)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        stage = Path(tempfile.mkdtemp(prefix=".draft-", dir=path))
-        try:
-            save_file(tensors, stage / WEIGHTS, metadata={"format": "pt"})
-            _write_json(stage / CONFIG, raw)
-            if training is not None:
-                _write_json(stage / TRAINING, training)
-            if vocab_ids is not None:
-                save_file({"ids": vocab_ids.to("cpu", torch.int64)}, stage / VOCAB)
-            _move_in(stage, path)
-        finally:
-            shutil.rmtree(stage, ignore_errors=True)
-    except OSError as error:
-        raise FlashdraftError(f"the draft cannot be saved in {path}: {error}") from error
-
-
-_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-
-
-def _write_json(file: Path, value: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def _refuse_other_content(path: Path) -> None:
-    """A folder with another model in it, say the target's, is not written to."""
-    if (path / CONFIG).exists():
-        names = _read_json(path / CONFIG).get("architectures")
-        if names != [ARCHITECTURE]:
-            raise FlashdraftError(f"{path} holds another model (architectures {names!r}); save to another folder.")
-    elif (path / WEIGHTS).exists():
-        raise FlashdraftError(f"{path} holds weights of something else and no {CONFIG}; save to another folder.")
-
-
-def _move_in(stage: Path, path: Path) -> None:
-    """Put the staged files in place. config.json leaves first and comes last: a folder without it
-    is no draft."""
-    old = Path(tempfile.mkdtemp(prefix="old-", dir=stage))
-    moved = []
-    try:
-        for name in (CONFIG, WEIGHTS, VOCAB, TRAINING):
-            if (path / name).exists():
-                (path / name).replace(old / name)
-        for name in (WEIGHTS, VOCAB, TRAINING, CONFIG):
-            if (stage / name).exists():
-                (stage / name).replace(path / name)
-                moved.append(name)
-    except BaseException:
-        for name in moved:
-            (path / name).unlink()
-        for name in (WEIGHTS, VOCAB, TRAINING, CONFIG):
-            if (old / name).exists():
-                (old / name).replace(path / name)
-        raise
+    write_files(folder, raw, tensors, training, vocab_ids)

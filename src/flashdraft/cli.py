@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from typer.core import TyperGroup
 
+from .locate import DEFAULT_TARGET, locate_draft, shipped_draft
 from .options import (
     SAMPLING,
     Acceptance,
@@ -31,6 +32,7 @@ from .options import (
     MaxTokens,
     MinP,
     MinTokens,
+    OwnDrafterName,
     PresencePenalty,
     RepetitionPenalty,
     Seed,
@@ -49,8 +51,6 @@ from .types import FlashdraftError, Request, SamplingParams
 if TYPE_CHECKING:
     from .drafters import Drafter
     from .target import Target
-
-DEFAULT_TARGET = "smollm2"
 
 # The base of what typer raises at a wrong command line; where it lives depends on typer's version.
 _UsageError = cast(type[Exception], typer.BadParameter.__mro__[1])
@@ -149,14 +149,21 @@ def load_target(name: str, dtype: str, device: str | None, threads: int | None) 
         return Target.load(name, dtype=dtype, device=device)
 
 
+def _with_own_draft(ctx: typer.Context) -> None:
+    """Without a choice, a target that a draft ships for is decoded with it."""
+    options = ctx.params
+    if options["draft"] is None and options["drafter"] in (None, "dflash"):
+        options["draft"] = shipped_draft(options["target"])
+
+
 def _open(ctx: typer.Context) -> tuple[Target, Drafter]:
     """Target and drafter of a command's options; what cannot work is said before anything loads."""
     options = ctx.params
     name, draft, block_size = options["drafter"], options["draft"], options["block_size"]
     if block_size is not None and name is None and draft is None:
         raise FlashdraftError("--block-size is for drafting; add --drafter ngram or --draft FOLDER.")
-    if draft is not None and not Path(draft).expanduser().is_dir():
-        raise FlashdraftError(f"no draft at {draft!r}; expected a folder with config.json and model.safetensors.")
+    if draft is not None:
+        draft = str(locate_draft(draft))
     if name is not None:
         from .drafters import drafter_name
 
@@ -167,12 +174,13 @@ def _open(ctx: typer.Context) -> tuple[Target, Drafter]:
 
     made = make_drafter(target, name, draft, block_size)
     if draft is not None:
-        from .checkpoint import read_training
+        from .checkpoint import read_training, target_warning
         from .text import template_warning
 
-        warning = template_warning(read_training(draft), target.tokenizer)
-        if warning:
-            _say(f"warning: {warning}")
+        training = read_training(draft)
+        for warning in (target_warning(training, target), template_warning(training, target.tokenizer)):
+            if warning:
+                _say(f"warning: {warning}")
     return target, made
 
 
@@ -208,7 +216,7 @@ def generate(
     no_stream: Annotated[bool, option("--no-stream", help="Print the text when it is complete.")] = False,
     target: TargetName = DEFAULT_TARGET,
     draft: DraftFolder = None,
-    drafter: DrafterName = None,
+    drafter: OwnDrafterName = None,
     block_size: BlockSize = None,
     dtype: Dtype = "auto",
     device: Device = None,
@@ -236,6 +244,7 @@ def generate(
     if logprobs is not None and not as_json:
         raise FlashdraftError("--logprobs are shown by --json only; add it.")
     params = _sampling(ctx)
+    _with_own_draft(ctx)
     loaded, made = _open(ctx)
 
     from .engine import Engine
@@ -252,8 +261,9 @@ def generate(
 def _print_answer(engine: Any, request: Request, *, as_json: bool, stream: bool) -> None:
     from .terminal import TokenPrinter, console, print_line, result_json, summary
 
-    sampled, drafting = request.params.temperature > 0, engine.drafter.max_draft_tokens > 0
-    printer = TokenPrinter(sys.stdout, colours=drafting)
+    sampled = request.params.temperature > 0
+    drafter = engine.drafter.name if engine.drafter.max_draft_tokens > 0 else None
+    printer = TokenPrinter(sys.stdout, colours=drafter is not None)
     result = None
     try:
         with contextlib.closing(engine.stream(request)) as deltas:
@@ -270,7 +280,7 @@ def _print_answer(engine: Any, request: Request, *, as_json: bool, stream: bool)
     if not stream:
         printer.write(result.tokens)
         printer.end()
-    print_line(console(), summary(result, drafting=drafting, sampled=sampled))
+    print_line(console(), summary(result, drafter=drafter, sampled=sampled))
 
 
 def read_prompt(prompt: str | None, file: Path | None, raw: bool = False) -> str:
@@ -311,7 +321,7 @@ def chat(
     ] = None,
     target: TargetName = DEFAULT_TARGET,
     draft: DraftFolder = None,
-    drafter: DrafterName = None,
+    drafter: OwnDrafterName = None,
     block_size: BlockSize = None,
     dtype: Dtype = "auto",
     device: Device = None,
@@ -331,6 +341,7 @@ def chat(
 ) -> None:
     """Talk; every turn goes on from the cache of the one before. Piped input is a turn a line."""
     params = _sampling(ctx)
+    _with_own_draft(ctx)
     loaded, made = _open(ctx)
 
     from .chat import Chat
@@ -355,7 +366,7 @@ def doctor(
     """Say what is found on this machine, what is wrong, and what to do about it."""
     from .doctor import examine, show
 
-    findings = examine(target, draft, dtype=dtype, device=device, threads=threads)
+    findings = examine(target, draft or shipped_draft(target), dtype=dtype, device=device, threads=threads)
     show(findings, as_json=as_json)
     raise typer.Exit(int(any(finding.problem for finding in findings)))
 

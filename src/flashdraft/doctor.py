@@ -283,8 +283,9 @@ def _target(name: str, dtype: str, device: str | None, loaded: list[Target]) -> 
 
 def _draft(folder: str, target: Target) -> Finding:
     from .drafters.dflash import DFlashDrafter
+    from .locate import locate_draft
 
-    drafter = DFlashDrafter.load(folder, target)
+    drafter = DFlashDrafter.load(locate_draft(folder), target)
     config = drafter.network.config
     parameters = sum(p.numel() for p in drafter.network.parameters())
     parts = [

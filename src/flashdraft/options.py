@@ -27,11 +27,21 @@ def _sampling(*names: str, help: str, **more: Any) -> Any:
 TargetName = Annotated[
     str, _model("--target", "-t", metavar="MODEL", help="Folder, GGUF file, name in the hub cache, or smollm2.")
 ]
-DraftFolder = Annotated[str | None, _model("--draft", metavar="FOLDER", help="A trained DFlash draft.")]
+DraftFolder = Annotated[
+    str | None,
+    _model("--draft", metavar="FOLDER", help="A trained DFlash draft: its folder, or smollm2 (ships along)."),
+]
 DrafterName = Annotated[
     str | None,
     _model("--drafter", metavar="NAME", help="none, ngram or dflash.", show_default="dflash with --draft, else none"),
 ]
+OwnDrafterName = Annotated[
+    str | None,
+    _model(
+        "--drafter", metavar="NAME", help="none (plain decoding), ngram or dflash.",
+        show_default="dflash with --draft, or if a draft for the target ships along (smollm2), else none",
+    ),
+]  # fmt: skip
 BlockSize = Annotated[
     int | None,
     _model("--block-size", metavar="N", min=1, help="Tokens of a block: the last one known, and N-1 drafted."),

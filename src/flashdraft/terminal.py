@@ -86,19 +86,19 @@ def tokens_per_second(result: Result) -> float | None:
     return decoded / seconds if decoded > 0 and seconds > 0 else None
 
 
-def summary(result: Result, *, drafting: bool, sampled: bool, reused: bool = False) -> Text:
+def summary(result: Result, *, drafter: str | None, sampled: bool, reused: bool = False) -> Text:
     """The line that ends an answer.
 
     Args:
-        drafting: a drafter was at work; say how many tokens were its own.
+        drafter: what drafted; say how many tokens were its own. None: nothing did.
         sampled: T > 0; say the seed.
         reused: say how much of the prompt was still in the cache.
     """
     stats = result.stats
     line = Text(count_of(len(result.token_ids), "token"), style="dim")
-    if drafting:
+    if drafter is not None:
         accepted = sum(token.origin == "draft" for token in result.tokens)
-        line.append(" (").append(f"{accepted} drafted", COLOURS["draft"]).append(", ")
+        line.append(" (").append(f"{accepted} drafted by {drafter}", COLOURS["draft"]).append(", ")
         line.append(f"{len(result.tokens) - accepted} own", COLOURS["bonus"]).append(")")
     parts = []
     speed = tokens_per_second(result)

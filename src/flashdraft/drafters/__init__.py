@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from ..locate import locate_draft
 from ..sampling import RowSampler
 from ..types import Commit, Draft, FlashdraftError
 from .ngram import NGramDrafter
@@ -96,7 +97,7 @@ def _dflash(target: Target, draft: str | Path | None, block_size: int | None) ->
     from .dflash import DFlashDrafter
 
     assert draft is not None
-    return DFlashDrafter.load(draft, target, block_size)
+    return DFlashDrafter.load(locate_draft(draft), target, block_size)
 
 
 DRAFTERS: dict[str, Callable[[Target, str | Path | None, int | None], Drafter]] = {

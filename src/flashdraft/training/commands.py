@@ -23,9 +23,13 @@ from ..options import (
     TopP,
     option,
 )
+from ..types import FlashdraftError
 
 Config = Annotated[
-    Path, typer.Argument(metavar="CONFIG.yaml", help="What to train on what, and how.", show_default=False)
+    Path | None, typer.Argument(metavar="CONFIG.yaml", help="What to train on what, and how.", show_default=False)
+]
+Demo = Annotated[
+    bool, option("--demo", help="Train a small draft for smollm2 in a few minutes, on rows that ship with the package.")
 ]
 Settings = Annotated[
     list[str] | None,
@@ -33,15 +37,21 @@ Settings = Annotated[
 ]
 
 
-def train(config: Config, set_: Settings = None, threads: Threads = None) -> None:
+def train(config: Config = None, demo: Demo = False, set_: Settings = None, threads: Threads = None) -> None:
     """Train a draft, from the run's last checkpoint if there is one. Ctrl-C saves; the same command
     goes on."""
+    if demo and config is not None:
+        raise FlashdraftError("--demo brings its own configuration; leave CONFIG.yaml out, and change lines by --set.")
+    if not demo and config is None:
+        raise FlashdraftError("there is nothing to train; expected a CONFIG.yaml (docs/training.md has one) or --demo.")
+
     from rich.console import Console
 
-    from .run import run_training
+    from .run import run_demo, run_training
 
     settings = [*(set_ or []), *([f"threads={threads}"] if threads is not None else [])]
-    if not run_training(config, settings, Console()):
+    ended = run_demo(settings, Console()) if config is None else run_training(config, settings, Console())
+    if not ended:
         raise typer.Exit(130)
 
 

@@ -20,7 +20,7 @@ from ..types import FlashdraftError
 # Changing these leaves what a resumed run computes next as it would have been, or is a decision to
 # go on differently that is easy to see (a longer run, other prompts to validate on).
 MAY_CHANGE = frozenset({
-    "run", "threads", "max_steps", "epochs", "log_steps", "keep", "checkpoint_minutes", "checkpoint_steps",
+    "run", "threads", "max_steps", "max_minutes", "epochs", "log_steps", "keep", "checkpoint_minutes", "checkpoint_steps",
     "validation", "validation_prompts", "validation_tokens", "validation_minutes", "validation_steps",
     "feature_cache", "feature_cache_gb", "loss_chunk", "shard",
 })  # fmt: skip
@@ -46,6 +46,7 @@ class TrainConfig:
         optimizer: "muon" is for matrices; vectors keep AdamW.
         lr_copied: rate of weights copied from the target; None is `lr`.
         decay_share: last part of a "wsd" schedule in which the rate falls to zero.
+        max_minutes: the run ends by the clock (schedule "wsd"); `max_steps` may end it before.
         ema: decay of the weights' running mean, which is then what is validated and exported.
     """
 
@@ -95,6 +96,7 @@ class TrainConfig:
     final_lr_share: float = 0.05
     ema: float | None = None
     max_steps: int | None = None
+    max_minutes: float | None = None
     epochs: float = 1.0
     shard: bool = False
     # around it
@@ -129,6 +131,10 @@ class TrainConfig:
         _require(self.lr > 0, "lr", self.lr, "a number above 0")
         if self.dpace_alpha is not None:
             _require(0 < self.dpace_alpha <= 1, "dpace_alpha", self.dpace_alpha, "a number above 0 and at most 1")
+        if self.max_minutes is not None:
+            _require(self.max_minutes > 0, "max_minutes", self.max_minutes, "a number above 0")
+            # a cosine has to know its length at the first step, which only a clock could tell
+            _require(self.schedule == "wsd", "schedule", self.schedule, '"wsd" with max_minutes')
         if self.ema is not None:
             _require(0 < self.ema < 1, "ema", self.ema, "a number between 0 and 1")
 
@@ -219,3 +225,18 @@ def config_diff(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 def as_json(config: TrainConfig) -> dict[str, Any]:
     return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items()}
+
+
+_PATHS = ("run", "target", "data", "init_from", "validation", "feature_cache")
+
+
+def as_record(config: TrainConfig) -> dict[str, Any]:
+    """What is published with a draft: paths by their last part, which is all they mean elsewhere."""
+    record = as_json(config)
+    for key in _PATHS:
+        value = record[key]
+        if isinstance(value, list):
+            record[key] = [Path(item).name for item in value]
+        elif value is not None:
+            record[key] = Path(value).name if Path(value).is_absolute() or key != "target" else value
+    return record

@@ -42,18 +42,29 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class Progress:
-    """On a terminal a live panel, elsewhere a line whenever metrics come."""
+    """On a terminal a live panel, elsewhere a line whenever metrics come.
 
-    def __init__(self, console: Console | None, num_steps: int, first_step: int) -> None:
-        self._console, self._num_steps, self._first = console, num_steps, first_step
+    Args:
+        num_steps: of the whole run; `expect` says more about it later. first_step: where this process
+            begins, so that the time left comes from the steps it has made itself.
+    """
+
+    def __init__(self, console: Console | None, num_steps: int | None, first_step: int) -> None:
+        self._console, self._first = console, first_step
+        self._num_steps = num_steps
+        self._seconds_left: float | None = None
         self._began = time.monotonic()
         self._live: Live | None = None
+        self._metrics: Mapping[str, Any] | None = None
+        self._decoded: list[float] = []
+        self._note = ""
 
     def __enter__(self) -> Progress:
         if self._console is not None and self._console.is_terminal:
             from rich.live import Live
 
-            self._live = Live(console=self._console, refresh_per_second=4, transient=True)
+            # drawn anew at every refresh, so that it follows the terminal's width and the clock
+            self._live = Live(console=self._console, refresh_per_second=4, transient=True, get_renderable=self._panel)
             self._live.start()
         return self
 
@@ -61,46 +72,93 @@ class Progress:
         if self._live is not None:
             self._live.stop()
 
+    def expect(self, num_steps: int | None, seconds_left: float | None) -> None:
+        """What is known of the run's end: its steps, or (while the clock decides) its time."""
+        self._num_steps = num_steps
+        self._seconds_left = seconds_left
+
     def say(self, text: str) -> None:
         if self._console is not None:
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)  # commands can be copied
 
+    def note(self, text: str) -> None:
+        """A word in the live panel until the end; may be called from a signal handler."""
+        self._note = text
+
     def show(self, metrics: Mapping[str, Any]) -> None:
+        self._metrics = metrics
         if self._live is not None:
-            self._live.update(self._panel(metrics))
+            self._live.refresh()
         elif self._console is not None:
             self.say(self._line(metrics))
 
+    def decoded(self, step: int, tau: float, domains: Mapping[str, float]) -> None:
+        """A validation's acceptance lengths: all of them, and of each prompt file."""
+        self._decoded.append(tau)
+        parts = ", ".join(f"{name} {value:.3f}" for name, value in domains.items())
+        self.say(f"step {step}: decoded acceptance length {tau:.3f} ({parts})")
+
     def _left(self, step: int) -> str:
         done = step - self._first
-        if done <= 0:
+        if self._num_steps is not None and done > 0:
+            seconds = (time.monotonic() - self._began) / done * (self._num_steps - step)
+        elif self._seconds_left is not None:
+            seconds = self._seconds_left
+        else:
             return "?"
-        seconds = (time.monotonic() - self._began) / done * (self._num_steps - step)
         hours, rest = divmod(int(seconds), 3600)
         return f"{hours}h{rest // 60:02d}m" if hours else f"{rest // 60}m{rest % 60:02d}s"
 
     def _line(self, m: Mapping[str, Any]) -> str:
         slots = " ".join(f"{100 * a:.0f}" for a in m["slot_accuracy"])
+        steps = f"{m['step']}/{self._num_steps}" if self._num_steps is not None else f"{m['step']}"
         return (
-            f"step {m['step']}/{self._num_steps}  loss {m['loss']:.4f}  tau~{m['tau_estimate']:.3f}  slots {slots} %  "
+            f"step {steps}  loss {m['loss']:.4f}  tau~{m['tau_estimate']:.3f}  slots {slots} %  "
             f"{m['anchors_per_second']:.0f} anchors/s  {m['tokens_per_second']:.0f} tok/s  left {self._left(m['step'])}"
         )
 
-    def _panel(self, m: Mapping[str, Any]) -> RenderableType:
+    def _panel(self) -> RenderableType:
+        from rich.console import Group
         from rich.panel import Panel
+        from rich.text import Text
 
+        assert self._console is not None
+        width = min(76, self._console.width)
+        m, note = self._metrics, self._note
+        if m is None:
+            return Text(note or "the first steps are on their way")
+        inner = width - 4  # border and padding
+        filled, empty = ("#", ".") if self._console.options.ascii_only else ("█", "·")
+        bars = max(1, inner - len("slot 15  100.0 %"))
         rows = [
-            f"loss {m['loss']:.4f}   acceptance length (estimate) {m['tau_estimate']:.3f}   rate {m['lr']:.2e}",
-            *(f"slot {k:>2} {_bar(a)} {100 * a:5.1f} %" for k, a in enumerate(m["slot_accuracy"], 1)),
-            f"{m['anchors_per_second']:.0f} anchors/s   {m['tokens_per_second']:.0f} tokens/s   "
-            f"left {self._left(m['step'])}",
-        ]
-        return Panel("\n".join(rows), title=f"step {m['step']} of {self._num_steps}", width=76)
+            _joined(inner, f"loss {m['loss']:.4f}", f"acceptance length ~{m['tau_estimate']:.3f}", f"rate {m['lr']:.2e}"),
+            *(
+                f"slot {k:>2} {_bar(a, bars, filled, empty)} {100 * a:5.1f} %"
+                for k, a in enumerate(m["slot_accuracy"], 1)
+            ),
+            _joined(
+                inner, f"{m['anchors_per_second']:.0f} anchors/s", f"{m['tokens_per_second']:.0f} tokens/s",
+                f"left {self._left(m['step'])}",
+            ),
+        ]  # fmt: skip
+        if self._decoded:
+            rows.append("decoded: " + " ".join(f"{tau:.2f}" for tau in self._decoded[-(inner - 9) // 5 :]))
+        if note:
+            rows.append(note)
+        title = f"step {m['step']}" + (f" of {self._num_steps}" if self._num_steps is not None else "")
+        lines = (Text(line, no_wrap=True, overflow="ellipsis") for line in "\n".join(rows).split("\n"))
+        return Panel(Group(*lines), title=title, width=width)
 
 
-def _bar(share: float, width: int = 40) -> str:
+def _joined(width: int, *parts: str) -> str:
+    """The parts in one line, or one below the other where that is too wide."""
+    line = "   ".join(parts)
+    return line if len(line) <= width else "\n".join(parts)
+
+
+def _bar(share: float, width: int, filled: str, empty: str) -> str:
     full = round(share * width)
-    return "█" * full + "·" * (width - full)
+    return filled * full + empty * (width - full)
 
 
 def write_plot(run: Path) -> Path | None:

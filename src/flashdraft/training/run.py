@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import json
 import shlex
 import sys
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .. import checkpoint
 from ..drafters.dflash import DFlashDrafter, DFlashNetwork
+from ..locate import DEFAULT_TARGET
 from ..target import Target
 from ..types import FlashdraftError
 from .config import TrainConfig, load_config
@@ -33,14 +37,42 @@ def run_training(config_path: str | Path, overrides: Sequence[str] = (), console
     Returns whether it came to the end; if not (Ctrl-C), the state is saved and the console is told
     how to go on. Raises FlashdraftError.
     """
-    config = load_config(config_path, overrides)
+    command = shlex.join(["flashdraft", "train", str(config_path), *_settings(overrides)])
+    return _train(load_config(config_path, overrides), command, console)
+
+
+def run_demo(overrides: Sequence[str] = (), console: Console | None = None) -> bool:
+    """The same with the configuration and the rows that ship with the package."""
+    data = resources.files("flashdraft") / "data"
+    files = {"data": "demo_sequences.jsonl.gz", "validation": "word_problems.jsonl"}
+    # JSON text is YAML, whatever the path is made of
+    own = [f"{key}={json.dumps([str(data / name)])}" for key, name in files.items()]
+    config = load_config(str(data / "demo_training.yaml"), [*own, *overrides])
+    command = shlex.join(["flashdraft", "train", "--demo", *_settings(overrides)])
+    if console is not None:
+        minutes = f" for about {config.max_minutes:g} minutes" if config.max_minutes is not None else ""
+        console.print(
+            f"Training a small draft for {config.target}{minutes}, on its own answers to word problems. Decoding "
+            "of problems it is not trained on says how many tokens a pass of the target is worth.",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+    return _train(config, command, console)
+
+
+def _settings(overrides: Sequence[str]) -> list[str]:
+    return [part for override in overrides for part in ("--set", override)]
+
+
+def _train(config: TrainConfig, command: str, console: Console | None) -> bool:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     _keep_freed_memory()
     group = Group()
     try:
         trainer = build_trainer(config, group)
-        return _run(trainer, config_path, overrides, console if group.leads else None)
+        return _run(trainer, command, console if group.leads else None)
     finally:
         group.close()
 
@@ -59,29 +91,38 @@ def _keep_freed_memory() -> None:
     mallopt(mmap_max, 0)
 
 
-def _run(trainer: Trainer, config_path: str | Path, overrides: Sequence[str], console: Console | None) -> bool:
+def _run(trainer: Trainer, command: str, console: Console | None) -> bool:
     resumed = trainer.resume()
-    with Progress(console, trainer.num_steps, trainer.step) as progress:
+    with Progress(console, trainer.length.known_steps, trainer.step) as progress:
         progress.say(_opening(trainer, resumed))
         trainer.run(progress)
     latest = trainer.checkpoints.run / "latest"
     if console is not None and trainer.interrupted:
-        command = shlex.join(["flashdraft", "train", str(config_path), *(p for o in overrides for p in ("--set", o))])
         progress.say(f"stopped after step {trainer.step}, saved as {latest}; go on with: {command}")
     elif console is not None:
         plot = write_plot(trainer.checkpoints.run)
         shown = f"; curves in {plot}" if plot else ""
-        progress.say(f"finished: the draft is in {latest}{shown}; try it with: flashdraft chat --draft {latest}")
+        progress.say(f"finished: the draft is in {latest}{shown}; try it with: {_chat_command(trainer)}")
     return not trainer.interrupted
+
+
+def _chat_command(trainer: Trainer) -> str:
+    """With the best draft if there was a validation to choose it."""
+    run, target = trainer.checkpoints.run, trainer.config.target
+    draft = run / "best" if (run / "best").exists() else run / "latest"
+    other = [] if target == DEFAULT_TARGET else ["--target", target]
+    return shlex.join(["flashdraft", "chat", *other, "--draft", str(draft)])
 
 
 def _opening(trainer: Trainer, resumed: bool) -> str:
     plan, config = trainer.plan, trainer.config
     size = sum(p.numel() for p in trainer.network.parameters())
     what = f"going on at step {trainer.step}" if resumed else "starting"
+    known = trainer.length.known_steps
+    length = f"{known} steps in all" if known is not None else f"{config.max_minutes:g} minutes in all"
     return (
         f"{what}: {len(trainer.sequences)} sequences, {plan.num_anchors} anchors an epoch, "
-        f"{plan.steps_per_epoch} steps an epoch, {trainer.num_steps} steps in all; "
+        f"{plan.steps_per_epoch} steps an epoch, {length}; "
         f"draft of {size / 1e6:.1f} M parameters, {config.num_layers} layers, block {config.block_size}, "
         f"{trainer.group.world} process(es)"
     )
@@ -155,6 +196,18 @@ def training_info(config: TrainConfig, target: Target) -> dict[str, Any]:
         raise FlashdraftError(f"the data was written with another chat template than {target.name} has.")
     return {
         "target": target.name,
+        "target_sha256": checkpoint.target_digest(target),
         "chat_template": {"sha256": sha256, "thinking": thinking, "system": system},
         "data": [{"file": Path(path).name, "made_by": meta} for path, meta in made_by.items()],
+        "started_from": _read_training_info(config.init_from),
     }
+
+
+def _read_training_info(folder: str | None) -> Any:
+    """What made the draft this one starts from, so that a card can tell all stages of a training."""
+    if folder is None:
+        return None
+    try:
+        return json.loads((Path(folder).expanduser() / "training.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # other people's drafts have none
+        return {"draft": Path(folder).name}

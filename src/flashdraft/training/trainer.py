@@ -22,10 +22,11 @@ from ..target import Target
 from ..types import FlashdraftError
 from .blocks import Blocks, block_states, make_blocks
 from .checkpoints import Checkpoints
-from .config import TrainConfig, as_json, config_diff
+from .config import TrainConfig, as_json, as_record, config_diff
 from .data import TokenSequence
 from .features import FeatureSource
 from .flex import choose_attention
+from .length import RunLength
 from .objectives import Head, Outcome, denominator, head_loss, leading_runs, make_targets
 from .optimizer import Masters, learning_rate
 from .parallel import Group
@@ -77,7 +78,7 @@ class Trainer:
             raise FlashdraftError(
                 "the data has no position to train on: every answer is shorter than two tokens (an anchor and a label)."
             )
-        self.num_steps = config.max_steps or max(1, round(config.epochs * self.plan.steps_per_epoch))
+        self.length = RunLength(config, self.plan.steps_per_epoch)
         self.features = FeatureSource(target, sequences, network.config.target_layer_ids, config, vocab_ids)
         shape = network.config
         self.head = Head(*target.head_rows(vocab_ids), shape.output_multiplier, shape.softcap)
@@ -94,6 +95,11 @@ class Trainer:
         self.best_tau = 0.0
         self._stop_asked = False
         self._data_sha256 = fingerprint(sequences)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run; a huge number while only the clock knows (training/length.py)."""
+        return self.length.num_steps
 
     # -- one step ------------------------------------------------------------------------------
 
@@ -142,7 +148,7 @@ class Trainer:
 
     def resume(self) -> bool:
         """Go on from the newest whole checkpoint. Raises FlashdraftError if the configuration changed."""
-        saved = self.checkpoints.load()
+        saved = self.checkpoints.load(relink=self.group.leads)
         if saved is None:
             return False
         changes = config_diff(saved.state["config"], as_json(self.config))
@@ -155,6 +161,7 @@ class Trainer:
             )
         self.masters.load_state(saved.tensors())
         self.step, self.best_tau = saved.state["step"], saved.state["best_tau"]
+        self.length.load_state(saved.state)
         return True
 
     def save(self) -> Path | None:
@@ -167,6 +174,7 @@ class Trainer:
             "best_tau": self.best_tau,
             "config": as_json(self.config),
             "data_sha256": self._data_sha256,
+            **self.length.state(),
         }
         return self.checkpoints.save(self.step, tensors, state, self.write_draft)
 
@@ -174,17 +182,23 @@ class Trainer:
         """The draft as it is now, as `flashdraft generate --draft` reads it."""
         dtype = self.target.dtype
         weights = {name: weight.to(dtype) for name, weight in self.masters.best_weights.items()}
-        info = {**self._info, "step": self.step, "best_tau": self.best_tau, "config": as_json(self.config)}
+        info = {**self._info, "step": self.step, "best_tau": self.best_tau, "config": as_record(self.config)}
         checkpoint.write(folder, self.network.config, weights, info, self.vocab_ids)
 
     def run(self, progress: Progress) -> None:
         """Train to the end, or until somebody interrupts; either way the state is saved."""
         metrics = MetricsFile(self.checkpoints.run, self.step) if self.group.leads else None
         window = _Window(self)
+        self.length.start()
         saved = validated = time.monotonic()
-        with self._interruptible():
+        with self._interruptible(progress):
+            if self.step == 0 and self.config.validation_steps is None:
+                self._validate_now(metrics, progress)  # where the curve begins
             while self.step < self.num_steps and not self.group.agree(self._stop_asked):
                 window.add(self.train_step())
+                if self.length.open and self.group.agree(self.group.leads and self.length.due):
+                    self.length.fix(self.step)
+                progress.expect(self.length.known_steps, self.length.seconds_left)
                 if self.step % self.config.log_steps == 0 or self.step == self.num_steps:
                     line = window.close()
                     if metrics is not None:
@@ -219,18 +233,18 @@ class Trainer:
             return
         tau, details = self._validate(self)
         metrics.add({"step": self.step, "validation_tau": round(tau, 4), "validation": details})
-        parts = ", ".join(f"{name} {score['tau']:.3f}" for name, score in details.items())
-        progress.say(f"step {self.step}: decoded acceptance length {tau:.3f} ({parts})")
+        progress.decoded(self.step, tau, {name: score["tau"] for name, score in details.items()})
         if tau > self.best_tau:
             self.best_tau = tau
             self.checkpoints.save_best(self.step, self.write_draft)
 
     @contextlib.contextmanager
-    def _interruptible(self) -> Iterator[None]:
+    def _interruptible(self, progress: Progress) -> Iterator[None]:
         """Ctrl-C and a polite kill end the run after the current step."""
 
         def ask(_signal: int, _frame: object) -> None:
             self._stop_asked = True
+            progress.note("stopping after this step")
 
         try:
             old = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}

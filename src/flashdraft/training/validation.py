@@ -17,6 +17,8 @@ from ..target import Target
 from ..types import FlashdraftError, Request, Round, SamplingParams
 from .data import ChatTemplate, Prompt, read_prompts
 
+_ROWS = 8
+
 
 @dataclass(frozen=True)
 class DomainScore:
@@ -76,9 +78,10 @@ def _refuse(rejected: Any) -> None:
 
 
 def validate(drafter: DFlashDrafter, target: Target, prompts: dict[str, list[list[int]]], max_tokens: int) -> Score:
-    """Greedy decoding of all prompts."""
+    """Greedy decoding of all prompts, several at a time: what is accepted does not depend on it."""
     longest = max(len(p) for group in prompts.values() for p in group)
-    engine = Engine(target, drafter, max_rows=1, max_context=min(target.max_context, longest + max_tokens))
+    rows = min(_ROWS, max(map(len, prompts.values())))
+    engine = Engine(target, drafter, max_rows=rows, max_context=min(target.max_context, longest + max_tokens))
     domains = {}
     for name, group in prompts.items():
         results = engine.run([Request(p, SamplingParams(max_tokens=max_tokens)) for p in group])
