@@ -19,7 +19,8 @@ import torch
 from scipy import stats
 
 from bed import CONFIGS, PuppetTarget, make_model, plain_scores, plain_softmax, random_network
-from flashdraft.drafters.dflash import DFlashDrafter, draw
+from flashdraft.drafters.dflash import DFlashDrafter
+from flashdraft.drafters.drawing import draw
 from flashdraft.drafters.ngram import NGramDrafter
 from flashdraft.engine import Engine
 from flashdraft.target import Target

@@ -40,6 +40,8 @@ class AttentionPlan:
             never see. None: all of them.
         parents: per row, the tree of its valid tokens behind the first (tree.py): a token sees the
             context, its ancestors and itself, at the position its depth says. None: chains.
+        num_before: how many of the tree's tokens, the root among them, earlier passes have written
+            behind the length; `parents` then names theirs first.
     """
 
     def __init__(
@@ -49,24 +51,28 @@ class AttentionPlan:
         num_tokens: int,
         valid: Sequence[int] | None = None,
         parents: Sequence[Sequence[int]] | None = None,
+        num_before: int = 0,
     ) -> None:
         self.cache = cache
         self.rows = list(rows)
         self.num_tokens = num_tokens
+        self.num_before = num_before
         self.starts = [cache.lengths[row] for row in rows]
+        if num_before:
+            self.starts = [start + num_before for start in self.starts]
         self.valid = list(valid) if valid is not None else [num_tokens] * len(self.rows)
         assert all(start + num_tokens <= cache.slots for start in self.starts), "cache is too small"
         for row, start in zip(self.rows, self.starts, strict=True):
             cache.clear(row, start + num_tokens)
         self._spans = self._plan()
         self._masks: dict[tuple[object, ...], torch.Tensor] = {}
-        self._tree = None if parents is None else _tree_tables(parents, num_tokens)
+        self._tree = None if parents is None else _tree_tables(parents, num_before + num_tokens)
 
     def positions(self, device: torch.device | str) -> torch.Tensor:
         """Position of every token, int64 [B, T]."""
         starts = torch.tensor(self.starts, dtype=torch.int64, device=device)
         if self._tree is not None:
-            return starts[:, None] + self._tree[0].to(device)
+            return starts[:, None] - self.num_before + self._tree[0][:, self.num_before :].to(device)
         return starts[:, None] + torch.arange(self.num_tokens, dtype=torch.int64, device=device)
 
     def _plan(self) -> list[_Span]:
@@ -152,16 +158,17 @@ class AttentionPlan:
         """bool [b, T, S']: the context before the pass, and in it the ancestors and the token itself.
         A window counts positions, and siblings share one: their slots say nothing about distance."""
         assert self._tree is not None
-        batch = slice(span.first, span.last)
-        depths_BT, ancestors_BTT = (t[batch].to(slot.device) for t in self._tree)
-        inside = slot - starts
-        within = (inside >= 0) & (inside < self.num_tokens)
-        index = inside.clamp(0, self.num_tokens - 1).expand(-1, self.num_tokens, -1)
-        seen = (inside < 0) | (within & ancestors_BTT.gather(2, index))
+        before, size = self.num_before, self.num_before + self.num_tokens
+        depths, ancestors = (t[span.first : span.last].to(slot.device) for t in self._tree)
+        root = starts - before
+        inside = slot - root
+        within = (inside >= 0) & (inside < size)
+        index = inside.clamp(0, size - 1).expand(-1, self.num_tokens, -1)
+        seen = (inside < 0) | (within & ancestors[:, before:].gather(2, index))
         if window is None:
             return seen
-        key = torch.where(within, starts + depths_BT[:, None, :].expand_as(ancestors_BTT).gather(2, index), slot)
-        return seen & (starts + depths_BT[:, :, None] - key < window)
+        key = torch.where(within, root + depths[:, None, :].expand(-1, self.num_tokens, -1).gather(2, index), slot)
+        return seen & (root + depths[:, before:, None] - key < window)
 
 
 def _tree_tables(parents: Sequence[Sequence[int]], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,19 +7,17 @@ differently, the file is refused rather than guessed at. ../docs/drafts.md has t
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .config_keys import MOST, Keys, is_number, read_rope, short
 from .types import FlashdraftError
 
 ARCHITECTURE = "DFlashDraftModel"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 # Upper bounds that no draft comes near: a broken file must not make us allocate what it claims.
-_MOST = 2**31 - 1
 _MOST_LAYERS = 1024
 MOST_BLOCK = 1024
 
@@ -37,9 +35,9 @@ _OTHER_METHODS = {
     "domino": "a Domino draft (a recurrent head on top of DFlash): another method",
     "lilicorr": "a LiLiCorr draft (a head that corrects the block): another method",
     "museglimmer": "transformers' Muse Glimmer draft; expected the same network in the z-lab layout",
-    "eagle": "an EAGLE draft: another method",
-    "medusa": "a set of Medusa heads: another method",
-    "forcausallm": "a language model and no draft (is this the target's folder?)",
+    "eagle": "an EAGLE draft: another method (EAGLE-3 drafts are read with --drafter eagle3)",
+    "medusa": "a set of Medusa heads: another method (--drafter medusa)",
+    "forcausallm": "a language model (is this the target's folder?); as a draft model it needs --drafter draft_model",
 }
 
 # Keys that change the network and are not implemented: set to anything but these values, they are
@@ -62,20 +60,6 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu",), "another activation"),
     "quantization_config": ((), "quantised weights"),
 }
-
-# rope_type -> keys it needs and keys it may have (beside rope_type and rope_theta)
-_ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {
-    "default": (set(), set()),
-    "linear": ({"factor"}, set()),
-    "llama3": ({"factor", "low_freq_factor", "high_freq_factor"}, {"original_max_position_embeddings"}),
-    "yarn": (
-        {"factor"},
-        {"original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
-         "truncate"},
-    ),
-}  # fmt: skip
-# For text all axes of a multimodal rope count the same, which makes it the plain one.
-_ROPE_IGNORED = {"type", "rope_type", "rope_theta", "mrope_section", "mrope_interleaved"}
 
 
 @dataclass(frozen=True)
@@ -112,60 +96,6 @@ class DraftConfig:
         return len(self.windows)
 
 
-class _Keys:
-    """Typed look-ups in a config that collect problems instead of raising. null is absent."""
-
-    def __init__(self, raw: Mapping[str, Any]) -> None:
-        inner = raw.get("dflash_config")
-        self.problems: list[str] = []
-        if inner is not None and not isinstance(inner, dict):
-            self.problems.append(f"dflash_config is {_short(inner)}, expected an object")
-            inner = None
-        self.inner: Mapping[str, Any] = inner or {}
-        self.top = raw
-
-    def get(self, name: str) -> Any:
-        value = self.inner.get(name) if name in _INNER else None
-        return self.top.get(name) if value is None else value
-
-    def problem(self, name: str, value: Any, expected: str) -> None:
-        self.problems.append(f"{name} is {_short(value)}, expected {expected}")
-
-    def integer(self, name: str, least: int = 1, most: int = _MOST, default: int | None = None) -> int:
-        value = self.get(name)
-        value = default if value is None else value
-        if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
-            return value
-        limit = f" and at most {most}" if most < _MOST or (isinstance(value, int) and value > most) else ""
-        self.problem(name, value, f"an integer of at least {least}{limit}")
-        return least
-
-    def number(self, name: str, default: float) -> float:
-        value = self.get(name)
-        value = default if value is None else value
-        if _is_number(value) and value > 0:
-            return float(value)
-        self.problem(name, value, "a number above 0")
-        return default
-
-    def flag(self, name: str) -> bool | None:
-        value = self.top.get(name)
-        if value is not None and not isinstance(value, bool):
-            self.problem(name, value, "true or false")
-            return None
-        return value
-
-
-def _is_number(value: Any) -> bool:
-    """A finite int or float; compared, because a long integer cannot be made a float."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
 def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> DraftConfig:
     """A DraftConfig from config.json's content.
 
@@ -174,7 +104,7 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> DraftCon
     problems; drafts of other methods get one sentence.
     """
     _refuse_other_methods(raw, where)
-    keys = _Keys(raw)
+    keys = Keys(raw, "dflash_config", _INNER)
     num_heads = keys.integer("num_attention_heads")
     windows, causal = _layer_kinds(keys, keys.integer("num_hidden_layers", most=_MOST_LAYERS))
     config = DraftConfig(
@@ -194,7 +124,7 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> DraftCon
         max_context=keys.integer("max_position_embeddings", default=32768),
         rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
         attention_bias=bool(keys.flag("attention_bias")),
-        rope=_rope(keys),
+        rope=read_rope(keys),
         embedding_scale=keys.number("input_embedding_scale", 1.0),
         output_multiplier=keys.number("output_multiplier", 1.0),
         softcap=_softcap(keys),
@@ -217,21 +147,21 @@ def _refuse_other_methods(raw: Mapping[str, Any], where: str) -> None:
     text = str(names).lower().replace("_", "")
     found = next((meaning for part, meaning in _OTHER_METHODS.items() if part in text), None)
     if found is not None:
-        raise FlashdraftError(f"{where} (architectures {_short(names)}) is {found}.")
-    raise FlashdraftError(f"{where} is no DFlash draft: architectures is {_short(names)}, expected [{ARCHITECTURE!r}].")
+        raise FlashdraftError(f"{where} (architectures {short(names)}) is {found}.")
+    raise FlashdraftError(f"{where} is no DFlash draft: architectures is {short(names)}, expected [{ARCHITECTURE!r}].")
 
 
-def _contradictions(config: DraftConfig, keys: _Keys) -> list[str]:
+def _contradictions(config: DraftConfig, keys: Keys) -> list[str]:
     """What single keys do not show: unsupported features, and keys that do not fit each other."""
     problems = []
     for name, (accepted, meaning) in _UNSUPPORTED.items():
         for value in (keys.inner.get(name), keys.top.get(name)):
             if value is not None and value not in accepted:
-                problems.append(f"{name} {_short(value)} asks for {meaning}, which is not supported")
+                problems.append(f"{name} {short(value)} asks for {meaning}, which is not supported")
                 break
     for name, own in (("draft_vocab_size", config.vocab_size), ("target_hidden_size", config.hidden_size)):
         if keys.top.get(name) not in (None, own):
-            problems.append(f"{name} is {_short(keys.top[name])}, expected the draft's own {own} (or no such key)")
+            problems.append(f"{name} is {short(keys.top[name])}, expected the draft's own {own} (or no such key)")
     if config.num_heads % config.num_kv_heads:
         problems.append(f"{config.num_heads} query heads do not divide among {config.num_kv_heads} key/value heads")
     if config.head_dim % 2:
@@ -241,23 +171,23 @@ def _contradictions(config: DraftConfig, keys: _Keys) -> list[str]:
     return problems
 
 
-def _layer_ids(keys: _Keys) -> tuple[int, ...]:
+def _layer_ids(keys: Keys) -> tuple[int, ...]:
     """Always read: the rule of the paper's code gives other layers for most published drafts."""
     value = keys.get("target_layer_ids")
-    if isinstance(value, list) and value and all(type(i) is int and 0 <= i <= _MOST for i in value):
+    if isinstance(value, list) and value and all(type(i) is int and 0 <= i <= MOST for i in value):
         return tuple(value)
     keys.problem("target_layer_ids", value, "a list of layer numbers counted from 0")
     return (0,)
 
 
-def _softcap(keys: _Keys) -> float | None:
+def _softcap(keys: Keys) -> float | None:
     value = keys.get("final_logit_softcapping")
-    if value is None or (_is_number(value) and value <= 0):  # 0 is off
+    if value is None or (is_number(value) and value <= 0):  # 0 is off
         return None
     return keys.number("final_logit_softcapping", 1.0)
 
 
-def _layer_kinds(keys: _Keys, num_layers: int) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
+def _layer_kinds(keys: Keys, num_layers: int) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
     """Window and causality per layer: sliding layers are causal and full ones are not, unless
     `is_causal` says so for all (the rule of z-lab's code)."""
     on = keys.flag("use_sliding_window") or False
@@ -279,78 +209,15 @@ def _layer_kinds(keys: _Keys, num_layers: int) -> tuple[tuple[int | None, ...], 
     return windows, causal
 
 
-def _check_engines_agree(keys: _Keys, windows: tuple[int | None, ...], causal: tuple[bool, ...]) -> None:
+def _check_engines_agree(keys: Keys, windows: tuple[int | None, ...], causal: tuple[bool, ...]) -> None:
     """`dflash_config.causal` and `use_swa` are followed by some engines and ignored by z-lab's code."""
     said = keys.inner.get("causal")
     if said is not None and keys.top.get("is_causal") is None and any(c != said for c in causal):
         keys.problems.append(
-            f"dflash_config.causal is {_short(said)}, which engines disagree about; write is_causal at the top level"
+            f"dflash_config.causal is {short(said)}, which engines disagree about; write is_causal at the top level"
         )
     if keys.inner.get("use_swa") and any(w is None or w != keys.inner.get("swa_window_size") for w in windows):
         keys.problems.append(
             "use_swa asks for windows, which engines disagree about; "
             "write layer_types, sliding_window, use_sliding_window and is_causal"
         )
-
-
-def _rope(keys: _Keys) -> dict[str, Any]:
-    """Rotary parameters, from either spelling; said twice, they have to agree."""
-    new, old = (_rope_map(keys, name) for name in ("rope_parameters", "rope_scaling"))
-    if new and old and any(new.get(k) != old.get(k) for k in {*new, *old} - {"rope_theta"}):
-        keys.problems.append("rope_parameters and rope_scaling say different things; keep one of them")
-    rope = {**new, **old}
-    thetas = [t for t in (new.get("rope_theta"), old.get("rope_theta"), keys.top.get("rope_theta")) if t is not None]
-    rope["rope_theta"] = thetas[0] if thetas else 10000.0
-    if any(theta != thetas[0] for theta in thetas):
-        keys.problems.append(f"rope_theta is given as {' and as '.join(map(_short, thetas))}; keep one of them")
-    kind = rope.setdefault("rope_type", "default")
-    if not isinstance(kind, str) or kind not in _ROPE_KEYS:
-        keys.problem("rope_type", kind, " or ".join(map(repr, _ROPE_KEYS)))
-        return {"rope_type": "default", "rope_theta": 10000.0}
-    original = keys.top.get("original_max_position_embeddings")
-    if original is not None and kind in ("llama3", "yarn"):
-        rope["original_max_position_embeddings"] = original
-    _check_rope(keys, rope)
-    return rope
-
-
-def _rope_map(keys: _Keys, name: str) -> dict[str, Any]:
-    value = keys.top.get(name)
-    if value is None or value == {}:
-        return {}
-    if not isinstance(value, dict):
-        keys.problem(name, value, "an object")
-        return {}
-    if any(isinstance(part, dict) for part in value.values()):
-        keys.problems.append(f"{name} differs by layer type, which is not supported")
-        return {}
-    if value.get("partial_rotary_factor") not in (None, 1):
-        keys.problems.append("partial_rotary_factor asks for rotary embeddings on a part of the head, not supported")
-    kind = value.get("rope_type", value.get("type", "default"))
-    known = {key: part for key, part in value.items() if key not in _ROPE_IGNORED and part is not None}
-    known.pop("partial_rotary_factor", None)
-    theta = {"rope_theta": value["rope_theta"]} if value.get("rope_theta") is not None else {}
-    return {"rope_type": kind, **known, **theta}
-
-
-def _check_rope(keys: _Keys, rope: Mapping[str, Any]) -> None:
-    kind = rope["rope_type"]
-    needed, optional = _ROPE_KEYS[kind]
-    keys.problems += [f"rope type {kind!r} needs {name}" for name in sorted(needed - rope.keys())]
-    strange = rope.keys() - needed - optional - {"rope_type", "rope_theta"}
-    keys.problems += [f"rope type {kind!r} has no {name}" for name in sorted(strange)]
-    for name, value in rope.items():
-        if name == "truncate":
-            ok, expected = isinstance(value, bool), "true or false"
-        elif name == "rope_theta":
-            ok, expected = _is_number(value) and value > 1, "a number above 1"
-        else:
-            ok, expected = _is_number(value) and value > 0, "a number above 0"
-        if not ok and name not in ("rope_type", *strange):
-            keys.problem(name, value, expected)
-    low, high = rope.get("low_freq_factor", 0), rope.get("high_freq_factor", math.inf)
-    if kind == "llama3" and _is_number(low) and _is_number(high) and not low < high:
-        keys.problems.append(f"low_freq_factor {low} is not below high_freq_factor {high}")
-    fast, slow = rope.get("beta_fast", 32), rope.get("beta_slow", 1)
-    if kind == "yarn" and _is_number(fast) and _is_number(slow) and not slow <= fast:
-        keys.problems.append(f"beta_slow {slow} is above beta_fast {fast}")

@@ -7,12 +7,14 @@ and one line in `DRAFTERS`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from ..draft_folder import CONFIG, read_json
 from ..locate import locate_draft
 from ..sampling import RowSampler
 from ..types import Commit, Draft, FlashdraftError
@@ -93,37 +95,83 @@ def _ngram(target: Target, draft: str | Path | None, block_size: int | None) -> 
     return NGramDrafter() if block_size is None else NGramDrafter(block_size)
 
 
-def _dflash(target: Target, draft: str | Path | None, block_size: int | None) -> Drafter:
+def _dflash(target: Target, draft: str | Path, block_size: int | None) -> Drafter:
     from .dflash import DFlashDrafter
 
-    assert draft is not None
     return DFlashDrafter.load(locate_draft(draft), target, block_size)
 
 
-DRAFTERS: dict[str, Callable[[Target, str | Path | None, int | None], Drafter]] = {
+def _draft_model(target: Target, draft: str | Path, block_size: int | None) -> Drafter:
+    from .draft_model import DraftModelDrafter
+
+    return DraftModelDrafter.load(draft, target, block_size)
+
+
+def _medusa(target: Target, draft: str | Path, block_size: int | None, *, tree: bool | None = None) -> Drafter:
+    """tree: follow the configuration's choices; None: if it has any."""
+    from .medusa import MedusaDrafter
+
+    return MedusaDrafter.load(locate_draft(draft), target, block_size, tree)
+
+
+def _eagle3(
+    target: Target, draft: str | Path, block_size: int | None, *, tree: bool = False, top_k: int = 8, nodes: int = 32
+) -> Drafter:
+    """tree: EAGLE-2's, with `top_k` nodes expanded a level and `nodes` kept; block_size - 1 levels."""
+    from .eagle3 import Eagle3Drafter, TreeShape
+
+    shape = TreeShape(top_k=top_k, nodes=nodes) if tree else None
+    return Eagle3Drafter.load(locate_draft(draft), target, block_size, shape)
+
+
+DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "none": _no_drafter,
     "ngram": _ngram,
     "dflash": _dflash,
 }
+_WITHOUT_DRAFT = ("none", "ngram")
 
 
 def drafter_name(name: str | None = None, draft: str | Path | None = None) -> str:
     """The name in the table that a choice means; a choice that cannot work is an error.
 
-    Without a name: dflash if a draft is given, else plain decoding.
+    Without a name: what the draft's folder says it is, plain decoding without one. A language model as
+    draft has to be asked for by name.
     """
-    name = name or ("dflash" if draft is not None else "none")
+    name = name or (_method_of(draft) if draft is not None else "none")
     if name not in DRAFTERS:
         raise FlashdraftError(f"no drafter is called {name!r}; expected one of {', '.join(DRAFTERS)}.")
-    if draft is not None and name in ("none", "ngram"):
+    if draft is not None and name in _WITHOUT_DRAFT:
         raise FlashdraftError(f"the drafter {name} takes no draft, but {str(draft)!r} was given; use --drafter dflash.")
-    if draft is None and name == "dflash":
-        raise FlashdraftError("the drafter dflash needs a trained draft; name its folder with --draft.")
+    if draft is None and name not in _WITHOUT_DRAFT:
+        raise FlashdraftError(f"the drafter {name} needs a trained draft; name its folder with --draft.")
     return name
 
 
+def _method_of(draft: str | Path) -> str:
+    """The method that a folder's config.json names; DFlash says what is wrong with all others."""
+    try:
+        raw = read_json(locate_draft(draft) / CONFIG)
+    except FlashdraftError:
+        return "dflash"
+    kinds = str(raw.get("architectures")).lower()
+    if raw.get("model_type") == "medusa" or "medusa" in kinds:
+        return "medusa"
+    return "eagle3" if "eagle3" in kinds or ("draft_vocab_size" in raw and "llamaforcausallm" in kinds) else "dflash"
+
+
 def make_drafter(
-    target: Target, name: str | None = None, draft: str | Path | None = None, block_size: int | None = None
+    target: Target,
+    name: str | None = None,
+    draft: str | Path | None = None,
+    block_size: int | None = None,
+    **options: Any,
 ) -> Drafter:
-    """A drafter by name. Without one: dflash if a draft is given, else plain decoding."""
-    return DRAFTERS[drafter_name(name, draft)](target, draft, block_size)
+    """A drafter by name; without one, what the draft's folder says, or plain decoding. `options` are the
+    method's own: see its function above."""
+    name = drafter_name(name, draft)
+    known = [key for key, p in inspect.signature(DRAFTERS[name]).parameters.items() if p.kind is p.KEYWORD_ONLY]
+    strange = sorted(options.keys() - set(known))
+    if strange:
+        raise FlashdraftError(f"the drafter {name} has no option {strange[0]!r}; it has {', '.join(known) or 'none'}.")
+    return DRAFTERS[name](target, draft, block_size, **options)

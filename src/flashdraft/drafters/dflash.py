@@ -24,8 +24,9 @@ from .. import checkpoint
 from ..attention import AttentionPlan
 from ..cache import KVCache
 from ..draft_config import MOST_BLOCK, DraftConfig
-from ..sampling import DRAFT, RowSampler, gumbel_noise
+from ..sampling import RowSampler
 from ..types import Commit, Draft, FlashdraftError
+from .drawing import draw, spread
 from .layers import RMSNorm, RotaryEmbedding, SwiGLU, rotate
 
 if TYPE_CHECKING:
@@ -240,9 +241,7 @@ class DFlashDrafter:
             return draw(sampler, logits_NV)
         if sampler.plain_argmax:  # nothing but the order counts: no need to spread them out
             return self._vocab_ids[sampler.choose(logits_NV)], None
-        wide = logits_NV.new_full((len(logits_NV), sampler.vocab_size), -torch.inf)
-        wide[:, self._vocab_ids] = logits_NV
-        return draw(sampler, wide)
+        return draw(sampler, spread(logits_NV, self._vocab_ids, sampler.vocab_size))
 
     def _block_logits(self, state: DFlashState, rows: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
         """Logits [B, N, V] of the masked slots, from one pass over all rows' blocks; V counts the
@@ -258,24 +257,10 @@ class DFlashDrafter:
 
         embeds = self._embed(tokens.to(self._device)) * config.embedding_scale
         hidden = self.network(embeds, plan.positions(self._device), attend)
-        logits = self.network.shape_logits(self._head(hidden[:, 1:]))
+        # flat: of this view torch would multiply row by row, with a copy of the head for each
+        bare = self._head(hidden[:, 1:].flatten(0, 1)).view(len(rows), width - 1, -1)
+        logits = self.network.shape_logits(bare)
         if self._vocab_ids is None:
             # ids above the tokenizer's are padding of the table (the mask token is often one): no draft
             logits[..., self._num_tokens :] = -torch.inf
         return logits
-
-
-def draw(sampler: RowSampler, logits_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Drafted tokens [N] for a request, and the distributions they were drawn from if it needs them.
-
-    Greedy and coupled requests draft with the target's own rule and noise, which is what makes them
-    agree most. Rejection needs draws that are independent of the acceptance that follows.
-    """
-    if sampler.greedy or sampler.params.acceptance == "coupled" or not len(logits_NV):
-        return sampler.choose(logits_NV), None
-    scores = sampler.scores(logits_NV)
-    noise = [
-        gumbel_noise(sampler.seed, sampler.next_position + n, scores.shape[-1], scores.device, stream=DRAFT)
-        for n in range(len(scores))
-    ]
-    return (scores + torch.stack(noise)).argmax(-1), scores.softmax(-1)
