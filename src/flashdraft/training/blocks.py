@@ -11,7 +11,7 @@ S context, H heads, G query heads of a key/value head, d head dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -37,6 +37,10 @@ class Blocks:
     sequences: tuple[int, ...]
     blocks_per_piece: int
     reach: tuple[int, ...]
+
+    def to(self, device: torch.device) -> Blocks:
+        tensors = {name: getattr(self, name).to(device) for name in ("tokens_AB", "positions_AB", "labels_AL")}
+        return replace(self, **tensors)
 
 
 def make_blocks(

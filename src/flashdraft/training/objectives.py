@@ -9,6 +9,7 @@ The denominator is the sum of slot weights over the whole optimizer step, all ba
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -108,6 +109,12 @@ def decay_weights(num_labels: int, gamma: float) -> torch.Tensor:
     return torch.exp(-torch.arange(num_labels, dtype=torch.float64) / gamma)
 
 
+@functools.lru_cache(maxsize=16)
+def _decay_weights_on(num_labels: int, gamma: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Kept, because a copy to a GPU waits for all that it has still to do."""
+    return decay_weights(num_labels, gamma).to(dtype=dtype, device=device)
+
+
 def dpace_weights(confidence_NL: torch.Tensor, real_NL: torch.Tensor, alpha: float) -> torch.Tensor:
     """D-PACE (arXiv 2605.18810, equations 7 and 8): suffix sums of the prefix products of
     q = (1 - alpha) * confidence + alpha; slots without a label take no part."""
@@ -168,7 +175,8 @@ def _slot_losses(logprobs: torch.Tensor, targets: Targets, config: TrainConfig) 
             confidence = torch.where(targets.known, logprobs[..., 0].exp(), zero)
             weights = dpace_weights(confidence, targets.real, config.dpace_alpha)
         else:
-            weights = decay_weights(logprobs.shape[1], config.decay_gamma).to(logprobs) * targets.real
+            place = (logprobs.dtype, logprobs.device)
+            weights = _decay_weights_on(logprobs.shape[1], config.decay_gamma, *place) * targets.real
     losses = zero
     if config.ce_weight:
         losses = losses - config.ce_weight * torch.where(targets.known, logprobs[..., 0], zero)

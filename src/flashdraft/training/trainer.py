@@ -94,6 +94,7 @@ class Trainer:
         self.step = 0
         self.best_tau = 0.0
         self._stop_asked = False
+        self._ahead: tuple[int, list[Blocks]] = (-1, [])
         self._data_sha256 = fingerprint(sequences)
 
     @property
@@ -105,25 +106,21 @@ class Trainer:
 
     def train_step(self) -> StepReport:
         """All batches of a step, this process's share of them, and the update."""
-        shape = self.network.config
-        batches = [
-            make_blocks(
-                pieces, self.sequences, shape.block_size, shape.mask_token_id, self.config.anchors_per_piece,
-                self.target.device, self._pieces,
-            )
-            for pieces in self.plan.batches(self.step)
-        ]  # fmt: skip
+        batches = self._prepared(self.step)
         total = sum(denominator(blocks.labels_AL, self.config) for blocks in batches)
-        width = shape.block_size - 1
+        width = self.network.config.block_size - 1
         sums = torch.zeros(3 + 2 * width, dtype=torch.float64, device=self.target.device)
         for i, blocks in enumerate(batches):
             if i % self.group.world == self.group.rank:
-                outcome = self._batch(blocks, total)
-                real = blocks.labels_AL >= 0
-                sums[0] += outcome.loss
+                here = blocks.to(self.target.device)
+                outcome = self._batch(here, total)
+                real = here.labels_AL >= 0
+                sums[0] += outcome.loss_sum
                 sums[1] += real.any(-1).sum()
                 sums[2] += leading_runs(outcome.correct_AL, real).sum()
                 sums[3:] += torch.cat([(outcome.correct_AL & real).sum(0), real.sum(0)])
+        if self.target.device.type != "cpu":  # while the GPU works
+            self._ahead = (self.step + 1, self._make_batches(self.step + 1))
         self.masters.reduce()
         self.group.sum([sums])
         rate = learning_rate(self.step, self.num_steps, self.config)
@@ -132,8 +129,23 @@ class Trainer:
         sums = sums.cpu()
         return StepReport(float(sums[0]), norm, float(sums[1]), float(sums[2]), sums[3 : 3 + width], sums[3 + width :])
 
+    def _prepared(self, step: int) -> list[Blocks]:
+        (made_for, batches), self._ahead = self._ahead, (-1, [])
+        return batches if made_for == step else self._make_batches(step)
+
+    def _make_batches(self, step: int) -> list[Blocks]:
+        """On the CPU, where counting labels waits for nobody."""
+        shape, config = self.network.config, self.config
+        return [
+            make_blocks(
+                pieces, self.sequences, shape.block_size, shape.mask_token_id, config.anchors_per_piece,
+                num_pieces=self._pieces,
+            )
+            for pieces in self.plan.batches(step)
+        ]  # fmt: skip
+
     def _batch(self, blocks: Blocks, total: float) -> Outcome:
-        features = {i: self.features.get(i) for i in dict.fromkeys(blocks.sequences)}
+        features = self.features.of(blocks.sequences)
         states = block_states(
             self.network, self.target.embed, blocks, {i: found.states_TF for i, found in features.items()},
             self.attention,
