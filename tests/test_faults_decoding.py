@@ -316,4 +316,4 @@ def test_d15_acceptance_length_of_echo_and_wrong(block_size: int, params: dict[s
 
 def test_d20_every_drafter_is_in_the_losslessness_test() -> None:
     """D20: a speculative path nobody compares with plain decoding breaks unseen."""
-    assert set(test_lossless.DRAFTERS) == set(drafters.DRAFTERS)
+    assert {name.split("-")[0] for name in test_lossless.DRAFTERS} == set(drafters.DRAFTERS)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import rivals
 from bed import CONFIGS, PROMPTS, decode, tiny_target, trained_network
 from flashdraft.drafters import Drafter, NoDrafter
 from flashdraft.drafters.dflash import DFlashDrafter
@@ -22,6 +23,11 @@ DRAFTERS: dict[str, Callable[[str, str, int], Drafter]] = {
     "dflash": lambda family, dtype, block: DFlashDrafter(
         trained_network(family, dtype), tiny_target(family, dtype), block
     ),
+    "draft_model": rivals.draft_model,
+    "medusa": rivals.medusa,
+    "eagle3": rivals.eagle3,
+    "medusa-tree": functools.partial(rivals.medusa, tree=True),
+    "eagle3-tree": functools.partial(rivals.eagle3, tree=rivals.TREE),
 }
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -31,6 +37,19 @@ MODES: dict[str, dict[str, Any]] = {
 }
 NUM_TOKENS = 24
 
+THOROUGH = ("none", "ngram", "dflash")
+CASES = [
+    (drafter, mode, family, dtype)
+    for drafter in DRAFTERS
+    for mode in MODES
+    for family in CONFIGS
+    for dtype in ("float64", "float32")
+    # the rivals run in the same session, and take their turn of families and precisions
+    if drafter in THOROUGH
+    or (family, dtype) == ("llama", "float64")
+    or (mode, family, dtype) == ("coupled", "qwen2", "float32")
+]
+
 
 @functools.cache
 def plain(family: str, dtype: str, mode: str) -> list[tuple[int, ...]]:
@@ -39,16 +58,13 @@ def plain(family: str, dtype: str, mode: str) -> list[tuple[int, ...]]:
     return [result.token_ids for result in results]
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(("drafter", "mode", "family", "dtype"), CASES, ids=map("-".join, CASES))
 def test_equals_plain_decoding(drafter: str, mode: str, family: str, dtype: str) -> None:
-    """6 prompts x 5 block sizes x {one row, ragged rows}: 60 answers a case."""
+    """6 prompts x 5 block sizes x {one row, ragged rows}: 60 answers a case (rivals: 12)."""
     target = tiny_target(family, dtype)
     expected = plain(family, dtype, mode)
-    for block_size in BLOCK_SIZES:
-        for max_rows in (1, 3):
+    for block_size in BLOCK_SIZES if drafter in THOROUGH else (2, 6):
+        for max_rows in (1, 3) if drafter in THOROUGH else (3,):
             made = DRAFTERS[drafter](family, dtype, block_size)
             results = decode(target, made, PROMPTS, max_rows, max_tokens=NUM_TOKENS, **MODES[mode])
             assert [r.token_ids for r in results] == expected, (block_size, max_rows)
@@ -57,7 +73,13 @@ def test_equals_plain_decoding(drafter: str, mode: str, family: str, dtype: str)
 @pytest.mark.parametrize(
     ("drafter", "mode"),
     # penalties forbid the repetition that prompt lookup lives on
-    [("ngram", "greedy"), ("ngram", "coupled"), ("ngram", "coupled-cut"), *(("dflash", mode) for mode in MODES)],
+    [
+        ("ngram", "greedy"),
+        ("ngram", "coupled"),
+        ("ngram", "coupled-cut"),
+        *(("dflash", mode) for mode in MODES),
+        *((name, mode) for name in DRAFTERS if name not in THOROUGH for mode in ("greedy", "coupled")),
+    ],
 )
 def test_drafts_are_tried_and_some_are_kept(drafter: str, mode: str) -> None:
     """The equality above would hold for a drafter that proposes nothing or is always wrong."""

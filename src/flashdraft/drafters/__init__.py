@@ -128,6 +128,9 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "none": _no_drafter,
     "ngram": _ngram,
     "dflash": _dflash,
+    "draft_model": _draft_model,
+    "medusa": _medusa,
+    "eagle3": _eagle3,
 }
 _WITHOUT_DRAFT = ("none", "ngram")
 

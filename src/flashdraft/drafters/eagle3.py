@@ -118,10 +118,10 @@ class Eagle3State:
     """Pairs of an engine's rows. Pair j is token j + 1 with the feature of position j; a row's last pair
     is its anchor's, and `last` the state behind that."""
 
-    def __init__(self, rows: int, capacity: int, slack: int, hidden: torch.Tensor) -> None:
+    def __init__(self, rows: int, capacity: int, slack: int, like: torch.Tensor) -> None:
         self.cache = KVCache(rows, capacity + slack)
         self.anchors = [0] * rows
-        self.last = hidden.new_zeros(rows, hidden.shape[-1])
+        self.last = like.new_zeros(rows, len(like))
         # after a reset: the pair that has to be made again, its token and fused feature
         self.again: list[tuple[int, torch.Tensor] | None] = [None] * rows
 
@@ -234,7 +234,7 @@ class Eagle3Drafter:
 
     def open(self, rows: int, capacity: int) -> Eagle3State:
         slack = 1 + (self.tree_shape.top_k if self.tree_shape else 1) * (self.depth + 1)
-        return Eagle3State(rows, capacity, slack, self.network.fc.weight)
+        return Eagle3State(rows, capacity, slack, self.network.fc.weight[:, 0])
 
     def reset(self, state: Eagle3State, row: int, num_context: int, token: int) -> None:
         state.anchors[row], state.again[row] = token, None
