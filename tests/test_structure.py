@@ -13,7 +13,7 @@ SOURCE = ROOT / "src" / "flashdraft"
 
 # docs/design.md, section 3: a module imports only from those before it.
 ORDER = [
-    "types", "sampling", "tree", "verify", "cache", "attention", "model_folder", "gguf_header", "loading", "dequantise", "locate",
+    "types", "settings", "sampling", "tree", "verify", "cache", "attention", "model_folder", "gguf_header", "loading", "dequantise", "locate",
     "bridge", "probe", "target", "config_keys", "draft_config", "draft_folder", "checkpoint",
     "drafters.drawing", "drafters.ngram", "drafters.layers", "drafters.dflash", "drafters.draft_model", "drafters.medusa",
     "drafters.eagle3_folder", "drafters.eagle3", "drafters", "text", "session", "engine",
@@ -21,7 +21,8 @@ ORDER = [
     "training.regenerate", "training.config", "training.length", "training.plan", "training.flex", "training.blocks", "training.features", "training.objectives", "training.initialise",
     "training.parallel", "training.optimizer", "training.checkpoints", "training.validation", "training.progress",
     "training.trainer", "training.run",
-    "terminal", "chat", "doctor", "demo", "options", "training.commands", "cli", "__init__", "__main__",
+    "evaluation", "evaluation.tasks", "evaluation.records", "evaluation.summary", "evaluation.bench", "evaluation.tables",
+    "terminal", "chat", "doctor", "demo", "options", "training.commands", "evaluation.commands", "cli", "__init__", "__main__",
 ]  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from typer.core import TyperGroup
 
+from .evaluation.commands import bench
 from .locate import DEFAULT_TARGET, locate_draft, shipped_draft
 from .options import (
     SAMPLING,
@@ -238,6 +239,8 @@ def generate(
     acceptance: Acceptance = "coupled",
 ) -> None:
     """Answer one prompt. The text goes to standard output, a line about its cost to standard error."""
+    from .terminal import read_prompt
+
     text = read_prompt(prompt, file, raw)
     if raw and system is not None:
         raise FlashdraftError("--system needs the chat template, which --raw leaves out; drop one of them.")
@@ -283,34 +286,6 @@ def _print_answer(engine: Any, request: Request, *, as_json: bool, stream: bool)
     print_line(console(), summary(result, drafter=drafter, sampled=sampled))
 
 
-def read_prompt(prompt: str | None, file: Path | None, raw: bool = False) -> str:
-    """The prompt from where it was given; one final newline of a file or pipe is not part of it."""
-    if file is not None and prompt is not None:
-        raise FlashdraftError("the prompt is given twice, as an argument and with --file; give it once.")
-    if file is not None and str(file) != "-":
-        try:
-            text = _decoded(file.read_bytes(), str(file))
-        except OSError as error:
-            raise FlashdraftError(f"the prompt cannot be read from {file}: {error.strerror}.") from error
-    elif prompt is None or prompt == "-":
-        if prompt is None and file is None and sys.stdin.isatty():
-            raise FlashdraftError("there is no prompt; give it as an argument, with --file, or on standard input.")
-        text = _decoded(sys.stdin.buffer.read(), "standard input")
-    else:
-        text = _decoded(os.fsencode(prompt), "the argument", whole=True)
-    if not (text if raw else text.strip()):
-        raise FlashdraftError("the prompt is empty; give at least one character.")
-    return text
-
-
-def _decoded(data: bytes, where: str, whole: bool = False) -> str:
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise FlashdraftError(f"{where} is no UTF-8 text (byte {error.start} is 0x{data[error.start]:02x}).") from error
-    return text if whole else text.removesuffix("\n").removesuffix("\r")
-
-
 @app.command()
 def chat(
     ctx: typer.Context,
@@ -352,6 +327,7 @@ def chat(
 
 app.command()(regenerate)
 app.command()(train)
+app.command()(bench)
 
 
 @app.command()
@@ -385,15 +361,18 @@ def demo(
     dtype: Dtype = "auto",
     device: Device = None,
     threads: Threads = None,
-    max_tokens: MaxTokens = 56,
+    max_tokens: MaxTokens = 40,
 ) -> None:
     """Decode the same prompts plainly and with speculation, and compare texts and speed."""
     from .demo import read_prompts, run
+    from .drafters.ngram import NGramDrafter
 
     cases = read_prompts(prompts)
-    ctx.params["drafter"] = drafter or ("dflash" if draft else "ngram")
-    if ctx.params["drafter"] == "none":
+    if drafter == "none":
         raise FlashdraftError("the demo compares a drafter with none; expected --drafter ngram, or --draft FOLDER.")
+    _with_own_draft(ctx)
+    ctx.params["drafter"] = drafter or ("dflash" if ctx.params["draft"] else "ngram")
     params = SamplingParams(max_tokens=max_tokens)
     loaded, made = _open(ctx)
-    raise typer.Exit(int(not run(loaded, made, cases, params, repeat)))
+    more = [NGramDrafter()] if drafter is None and made.name != "ngram" else []
+    raise typer.Exit(int(not run(loaded, [made, *more], cases, params, repeat)))

@@ -44,7 +44,8 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a person says in a conversation, turn by turn; `file` and `line` say where it was read."""
+    """What a person says in a conversation, turn by turn; `file` and `line` say where it was read.
+    group: of its own within the file, if the rows have one."""
 
     id: str
     source: str
@@ -52,6 +53,7 @@ class Prompt:
     system: str | None
     file: str
     line: int
+    group: str | None = None
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,8 @@ def read_prompts(paths: Iterable[str | Path], on_reject: OnReject) -> Iterator[P
                 on_reject(Rejected(str(path), number, name, problem.reason, str(problem)))
                 continue
             seen[name] = f"{path.name}, line {number}"
-            yield Prompt(name, _name(row, _stem(path), "source", "category"), tuple(turns), system, str(path), number)
+            source, group = _name(row, _stem(path), "source", "category"), _name(row, "", "group") or None
+            yield Prompt(name, source, tuple(turns), system, str(path), number, group)
 
 
 def _turns(row: Mapping[str, Any]) -> tuple[str | None, list[str]]:

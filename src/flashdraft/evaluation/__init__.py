@@ -1,0 +1,1 @@
+"""Measuring drafters: tasks, timed runs, summaries of them, the arithmetic of speculation, reports."""
