@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.attention.flex_attention as torch_flex
 
 from bed import VOCAB, random_network, random_prompt, tiny_target
 from flashdraft.drafters.dflash import DFlashDrafter, DFlashNetwork
 from flashdraft.target import Target
 from flashdraft.training.blocks import attend_piece, block_masks, block_states, make_blocks
 from flashdraft.training.data import TokenSequence
+from flashdraft.training.flex import _call, tile_mask, visible_runs
 from flashdraft.training.plan import Piece, usable_anchors
 from flashdraft.types import Commit
 
 MASK = VOCAB - 1
+
+# dynamo looks at every input, network states among them
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+both_ways = pytest.mark.parametrize("attention", ["sdpa", "flex"])
+
+
+@contextlib.contextmanager
+def flex_that_trains_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch refuses FlexAttention on a CPU where gradients are asked for, as its CPU kernel has none.
+    The program behind it, run operator by operator, has an exact backward pass of its own, written out
+    (not found by differentiating); without the refusal it can be tested."""
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *args: None)
+    # All tests together make more programs than one run may.
+    limit = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
+    with torch._dynamo.config.patch({limit: 64}):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def flex_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with flex_that_trains_on_a_cpu(monkeypatch):
+        yield
 
 
 def sequence(length: int = 30, prompt: int = 9, seed: int = 3, **changes: Any) -> TokenSequence:
@@ -37,13 +63,18 @@ def features_of(target: Target, tokens: tuple[int, ...], layer_ids: tuple[int, .
 
 
 def states_of(
-    network: DFlashNetwork, target: Target, sequences: list[TokenSequence], pieces: list[Piece], size: int
+    network: DFlashNetwork,
+    target: Target,
+    sequences: list[TokenSequence],
+    pieces: list[Piece],
+    size: int,
+    attention: str = "sdpa",
 ) -> torch.Tensor:
     blocks = make_blocks(pieces, sequences, network.config.block_size, network.config.mask_token_id, size)
     features = {
         i: features_of(target, sequences[i].token_ids, network.config.target_layer_ids) for i in set(blocks.sequences)
     }
-    return block_states(network, target.embed, blocks, features)
+    return block_states(network, target.embed, blocks, features, attention)
 
 
 def piece(index: int, anchors: list[int], end: int) -> Piece:
@@ -60,15 +91,17 @@ def piece(index: int, anchors: list[int], end: int) -> Piece:
     ],
     ids=["full", "mixed windows", "bidirectional windows", "caps and scales"],
 )
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_training_logits_are_those_of_decoding(family: str, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("family", "attention"), [("llama", "sdpa"), ("qwen3", "sdpa"), ("llama", "flex")], ids=["llama", "qwen3", "flex"]
+)
+def test_training_logits_are_those_of_decoding(attention: str, family: str, changes: dict[str, Any]) -> None:
     """T3: right in training and wrong when serving. For every anchor the logits are equal."""
     target = tiny_target(family)
     network = random_network(target, **changes)
     drafter = DFlashDrafter(network, target)
     sample = sequence()
     anchors = [p for p, _ in usable_anchors(sample)]
-    states = states_of(network, target, [sample], [piece(0, anchors, len(sample.token_ids))], len(anchors))
+    states = states_of(network, target, [sample], [piece(0, anchors, len(sample.token_ids))], len(anchors), attention)
     trained = network.shape_logits(target.head(states))
     features = features_of(target, sample.token_ids, network.config.target_layer_ids)
     for a, anchor in enumerate(anchors):
@@ -80,17 +113,18 @@ def test_training_logits_are_those_of_decoding(family: str, changes: dict[str, A
         assert torch.allclose(trained[a], served[0], rtol=0, atol=1e-10)
 
 
-def test_a_block_does_not_see_other_blocks() -> None:
+@both_ways
+def test_a_block_does_not_see_other_blocks(attention: str) -> None:
     """T2: a loss that is too good with many anchors. A block among others is as it is alone, and
     gives no gradient to another block's anchor."""
     target = tiny_target()
     network = random_network(target).requires_grad_(True)
     samples = [sequence(seed=3), sequence(seed=4, length=80, prompt=20)]
     pieces = [piece(0, [9, 10, 17, 28], 30), piece(1, [20, 33, 70, 78], 80), piece(0, [11, 12, 13, 14], 30)]
-    together = states_of(network, target, samples, pieces, 4)
+    together = states_of(network, target, samples, pieces, 4, attention)
     for p, part in enumerate(pieces):
         for a, anchor in enumerate(part.anchors):
-            alone = states_of(network, target, samples, [piece(part.sequence, [anchor], part.ends[0])], 1)
+            alone = states_of(network, target, samples, [piece(part.sequence, [anchor], part.ends[0])], 1, attention)
             assert torch.allclose(alone[0], together[4 * p + a], rtol=0, atol=1e-9)
 
     embeds: list[torch.Tensor] = []
@@ -101,26 +135,27 @@ def test_a_block_does_not_see_other_blocks() -> None:
 
     blocks = make_blocks(pieces, samples, 8, MASK, 4)
     features = {i: features_of(target, samples[i].token_ids, (0, 1)) for i in (0, 1)}
-    states = block_states(network, embed, blocks, features)
+    states = block_states(network, embed, blocks, features, attention)
     (gradient,) = torch.autograd.grad(states[2].sum(), embeds[0])
     assert gradient[2].abs().sum() > 0
     assert gradient[[i for i in range(12) if i != 2]].abs().sum() == 0
 
 
-def test_a_context_ends_before_the_anchor() -> None:
+@both_ways
+def test_a_context_ends_before_the_anchor(attention: str) -> None:
     """Neither the features of the anchor nor of what follows it reach its block."""
     target = tiny_target()
     network = random_network(target)
     sample = sequence()
     blocks = make_blocks([piece(0, [9, 15], 30)], [sample], 8, MASK, 2)
     features = features_of(target, sample.token_ids, (0, 1))
-    before = block_states(network, target.embed, blocks, {0: features})
+    before = block_states(network, target.embed, blocks, {0: features}, attention)
     changed = features.clone()
     changed[15:] += 100
-    after = block_states(network, target.embed, blocks, {0: changed})
+    after = block_states(network, target.embed, blocks, {0: changed}, attention)
     assert torch.equal(before, after)
     changed[14] += 1
-    third = block_states(network, target.embed, blocks, {0: changed})
+    third = block_states(network, target.embed, blocks, {0: changed}, attention)
     assert torch.equal(before[0], third[0]) and not torch.allclose(before[1], third[1])
 
 
@@ -168,7 +203,10 @@ def loop_attention(q: torch.Tensor, ck: torch.Tensor, cv: torch.Tensor, bk: torc
     return out
 
 
-@pytest.mark.parametrize(("window", "causal"), [(None, False), (4, True), (4, False), (None, True)])
+WINDOWS = [(None, False), (4, True), (4, False), (None, True)]
+
+
+@pytest.mark.parametrize(("window", "causal"), WINDOWS)
 def test_attention_equals_a_loop(window: int | None, causal: bool) -> None:
     """T5: one kernel and nothing to compare it with. Masks and folding equal a for-loop."""
     generator = torch.Generator().manual_seed(0)
@@ -183,3 +221,45 @@ def test_attention_equals_a_loop(window: int | None, causal: bool) -> None:
     masks = block_masks(positions, 16, window, causal, torch.float64)
     found = attend_piece(q, ck, cv, bk, bv, *masks)
     assert torch.allclose(found, loop_attention(q, ck, cv, bk, bv, anchors, window, causal), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(("window", "causal"), WINDOWS)
+def test_flex_attention_equals_a_loop(window: int | None, causal: bool) -> None:
+    """T5 for the other way: contexts of two sequences behind one another, 15 queries and 113 that fill
+    up their tile."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    anchors, starts, size = [1, 130, 11], [0, 0, 140], 5
+    q, ck, cv = random(3, 4, size, 8), random(256, 2, 8), random(256, 2, 8)
+    bk, bv, filling = random(3, 2, size, 8), random(3, 2, size, 8), random(113, 2, 8)
+    positions = torch.tensor(anchors)[:, None] + torch.arange(size)
+    runs = visible_runs(positions, torch.tensor(starts), 256, window, causal)
+    keys, values = (torch.cat([c, b.transpose(1, 2).flatten(0, 1), filling]) for c, b in ((ck, bk), (cv, bv)))
+    queries = torch.cat([q.transpose(1, 2).flatten(0, 1), random(113, 4, 8)])
+    out = _call(queries, keys, values, tile_mask(runs, len(keys)))
+    assert out.isfinite().all()
+    for b, (anchor, start) in enumerate(zip(anchors, starts, strict=True)):
+        one = slice(b, b + 1)
+        expected = loop_attention(q[one], ck[start:], cv[start:], bk[one], bv[one], [anchor], window, causal)
+        assert torch.allclose(out[b * size : (b + 1) * size], expected[0], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("changes", [{}, {"windows": (5, None), "causal": (True, False)}], ids=["full", "windows"])
+def test_gradients_are_the_same_both_ways(changes: dict[str, Any]) -> None:
+    """T5: of all weights, through the keys and values of contexts that several blocks share. The first
+    way's is autograd's of plain products."""
+    target = tiny_target()
+    network = random_network(target, **changes).requires_grad_(True)
+    samples = [sequence(seed=3), sequence(seed=4, length=80, prompt=20)]
+    pieces = [piece(0, [9, 10, 17, 28], 30), piece(1, [20, 33, 70, 78], 80), piece(0, [11, 12, 13], 30)]
+    found = []
+    for attention in ("sdpa", "flex"):
+        states = states_of(network, target, samples, pieces, 4, attention)
+        weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(1), dtype=states.dtype)
+        found.append(torch.autograd.grad((states * weights).sum(), list(network.parameters())))
+    for one, other in zip(*found, strict=True):
+        assert one.abs().sum() > 0
+        assert torch.allclose(one, other, rtol=0, atol=1e-10)

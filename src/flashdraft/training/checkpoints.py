@@ -87,16 +87,18 @@ class Checkpoints:
             raise FlashdraftError(f"the checkpoint of step {step} cannot be saved in {self.folder}: {error}") from error
         return final
 
-    def load(self) -> Saved | None:
+    def load(self, relink: bool = True) -> Saved | None:
         """The newest whole checkpoint, or None if there is none at all.
 
+        relink: point `latest` to it; of several processes one does.
         Raises FlashdraftError if there are checkpoints and all are damaged.
         """
         found = self._all()
         for folder in reversed(found):
             problem = _damage(folder)
             if problem is None:
-                link(self.run / "latest", folder)
+                if relink:
+                    link(self.run / "latest", folder)
                 return Saved(folder, json.loads((folder / "state.json").read_text(encoding="utf-8")))
             _log.warning("%s is damaged (%s); going back to the one before it", folder.name, problem)
         if found:

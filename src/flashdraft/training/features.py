@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -217,6 +218,6 @@ class _Store:
             return
         self._left -= size
         file = self._file(tokens)
-        part = file.with_suffix(".part")
+        part = file.with_suffix(f".{os.getpid()}.part")  # other processes may write the same
         save_file({k: v.cpu().contiguous() for k, v in tensors.items()}, part)
         part.replace(file)
