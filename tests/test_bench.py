@@ -150,7 +150,12 @@ def test_echo_and_wrong(right: bool, folder: Path, target: Target, tmp_path: Pat
     monkeypatch.setitem(drafters.DRAFTERS, "ngram", lambda t, draft, size: KnownAnswers(t, right))
     # 1 + 4 x 3 tokens: the prefill's, and three whole rounds
     config = settings(
-        folder, tmp_path / "x.jsonl", drafters=[{"drafter": "ngram", "name": "known"}], temperatures=[0], max_tokens=13
+        folder,
+        tmp_path / "x.jsonl",
+        drafters=[{"drafter": "ngram", "name": "known"}],
+        temperatures=[0],
+        max_tokens=13,
+        repeats=1,
     )
     monkeypatch.setattr(target, "eos_ids", frozenset())
     run_bench(config, target=target)
