@@ -1,7 +1,7 @@
 """The same prompts decoded plainly and with speculation: are the texts equal, and what is gained?
 
-Both arms are the same engine; plain decoding is the drafter that proposes nothing. Both arms begin
-each prompt once before any clock counts, and timed runs alternate between the arms.
+All arms are the same engine; plain decoding is the drafter that proposes nothing. All begin each
+prompt once before any clock counts, and timed runs go round the arms.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from .drafters import Drafter
 from .engine import Engine
 from .terminal import COLOURS, console, count_of, print_line, printable, shows_colour, tokens_per_second, waiting
 from .text import encode_chat, encode_text
+from .training.validation import score_rounds
 from .types import FlashdraftError, Request, Result, SamplingParams
 
 if TYPE_CHECKING:
@@ -34,7 +35,10 @@ WIDE = 100
 
 # Tokens of a run that only warms up. What is left to compile comes in one of several timed runs, and
 # the median leaves that one out.
-_WARM_UP = 16
+_WARM_UP = 8
+
+# What stands for a share, eighth by eighth.
+_BARS = " ▁▂▃▄▅▆▇█"
 
 # Gaps between the two best logits, by precision, that rounding may close. A bfloat16 logit between
 # 16 and 32 is a multiple of 1/8, and several layers' rounding adds to that.
@@ -52,7 +56,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Timed runs of both arms on one case, and what their texts have in common.
+    """Timed runs of plain decoding and a drafter on one case, and what their texts have in common.
 
     differs_at: index of the first token that differs, None if none does. gap: between the two best
     logits there, in plain decoding; None where the texts agree or one has ended.
@@ -104,22 +108,30 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-def run(target: Target, drafter: Drafter, cases: Sequence[Case], params: SamplingParams, repeat: int) -> bool:
-    """Show all cases and the table. False if texts differ where rounding does not explain it."""
+def run(
+    target: Target, drafters: Sequence[Drafter], cases: Sequence[Case], params: SamplingParams, repeat: int
+) -> bool:
+    """Show all cases and the table. False if texts differ where rounding does not explain it.
+
+    Args:
+        drafters: the first one's texts are shown; others have a column in the table.
+    """
     screen = console(sys.stdout)
     prompts = [_encode(target, case.prompt) for case in cases]
     room = min(target.max_context, max(map(len, prompts)) + params.max_tokens)
-    plain, speculative = (
-        Engine(target, made, max_context=room, reuse_prefix=False) for made in (None, drafter)
+    plain, *others = (
+        Engine(target, made, max_context=room, reuse_prefix=False) for made in (None, *drafters)
     )  # the prefix of a prompt that was decoded before would be free, so it is not reused
-    _introduce(screen, target, drafter)
+    _introduce(screen, target, drafters[0])
     done = []
     for case, prompt in zip(cases, prompts, strict=True):
-        with waiting(f"{case.kind}: decoding both ways"):
-            done.append(compare(plain, speculative, case, Request(prompt, params), repeat))
+        with waiting(f"{case.kind}: decoding each way"):
+            done.append(compare_all(plain, others, case, Request(prompt, params), repeat))
         _show(screen, done[-1])
-    _show_table(screen, done, repeat)
-    return all(explained(comparison, target.dtype) for comparison in done)
+    names = [drafter.name for drafter in drafters]
+    _show_table(screen, done, names, repeat)
+    _show_slots(screen, [found[0] for found in done], names[0], drafters[0].max_draft_tokens)
+    return all(explained(comparison, target.dtype) for found in done for comparison in found)
 
 
 def _encode(target: Target, prompt: str) -> list[int]:
@@ -130,14 +142,24 @@ def _encode(target: Target, prompt: str) -> list[int]:
 
 def compare(plain: Engine, speculative: Engine, case: Case, request: Request, repeat: int) -> Comparison:
     """Warm both arms up, time them in turns, and look for the first token that differs."""
-    arms: list[tuple[Engine, list[Result]]] = [(plain, []), (speculative, [])]
+    return compare_all(plain, [speculative], case, request, repeat)[0]
+
+
+def compare_all(plain: Engine, others: Sequence[Engine], case: Case, request: Request, repeat: int) -> list[Comparison]:
+    """The same for several drafters, with the plain runs in common."""
+    arms: list[tuple[Engine, list[Result]]] = [(engine, []) for engine in (plain, *others)]
     short = replace(request, params=replace(request.params, max_tokens=min(_WARM_UP, request.params.max_tokens)))
     for engine, _ in arms:
         engine.run([short])
     for _ in range(repeat):
         for engine, results in arms:
             results += engine.run([request])
-    comparison = Comparison(case, tuple(arms[0][1]), tuple(arms[1][1]))
+    return [
+        _with_difference(Comparison(case, tuple(arms[0][1]), tuple(results)), plain, request) for _, results in arms[1:]
+    ]
+
+
+def _with_difference(comparison: Comparison, plain: Engine, request: Request) -> Comparison:
     found = [
         at
         for one, other in zip(comparison.plain, comparison.speculative, strict=True)
@@ -171,16 +193,22 @@ def _introduce(screen: Console, target: Target, drafter: Drafter) -> None:
     screen.print(f"{target.name} in {dtype} on {where}, greedy, drafter {drafter.name}")
     if drafter.name == "ngram":
         screen.print(
-            "No trained draft ships yet, so drafts come from prompt lookup (n-grams): that helps where an answer "
-            "repeats its prompt, and cannot help with open questions. Prompts of both kinds follow."
+            "Drafts come from prompt lookup (n-grams): that helps where an answer repeats its prompt, and cannot "
+            "help with open questions. Prompts of both kinds follow."
+        )
+    else:
+        screen.print(
+            f"The draft guesses up to {count_of(drafter.max_draft_tokens, 'token')} a round. How many are kept depends "
+            "on the kind of text: prompts of several kinds follow, those where little is gained among them."
         )
     if shows_colour(screen):
         own = ("the target's own tokens", COLOURS["bonus"])
         screen.print(Text.assemble(("drafted and accepted tokens", COLOURS["draft"]), ", ", own))
 
 
-def _show(screen: Console, comparison: Comparison) -> None:
-    """A case: its prompt, both texts, and the verdict."""
+def _show(screen: Console, found: Sequence[Comparison]) -> None:
+    """A case: its prompt, both texts, and the verdict; of other drafters only a text that differs."""
+    comparison = found[0]
     plain, speculative = comparison.plain[-1], comparison.speculative[-1]
     texts = [Text(printable(plain.text)), _coloured(speculative)]
     screen.print()
@@ -196,6 +224,9 @@ def _show(screen: Console, comparison: Comparison) -> None:
         for name, text in zip(("plain", "speculative"), texts, strict=True):
             screen.print(Group(Text(name, "dim"), text))
     print_line(screen, verdict(comparison))
+    for other in found[1:]:
+        if other.differs_at is not None:
+            print_line(screen, Text("another drafter's text ") + verdict(other))
 
 
 def _coloured(result: Result) -> Text:
@@ -219,30 +250,63 @@ def verdict(comparison: Comparison) -> Text:
     )
 
 
-def _show_table(screen: Console, done: Sequence[Comparison], repeat: int) -> None:
+def _show_table(screen: Console, done: Sequence[Sequence[Comparison]], names: Sequence[str], repeat: int) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("prompt", no_wrap=True)
-    for name in ("tokens", "tok/s\nplain", "tok/s\nspeculative", "ratio", "acceptance\nlength"):
+    others = names[1:] if screen.width >= 80 else []
+    heads = ["tokens", "tok/s\nplain", f"tok/s\n{names[0]}", "ratio", "acceptance\nlength"]
+    for name in (*heads, *(f"ratio\n{other}" for other in others)):
         table.add_column(name, justify="right")
-    for comparison in sorted(done, key=lambda c: not c.case.repeats_prompt):
-        plain, speculative = comparison.speeds
-        stats = comparison.speculative[-1].stats
+    for found in done:
+        plain, speculative = found[0].speeds
+        stats = found[0].speculative[-1].stats
         table.add_row(
-            Text(printable(comparison.case.kind)),
-            str(len(comparison.speculative[-1].token_ids)),
+            Text(printable(found[0].case.kind)),
+            str(len(found[0].speculative[-1].token_ids)),
             _number(plain, ".1f"),
             _number(speculative, ".1f"),
-            _number(speculative / plain if plain and speculative else None, ".2f"),
+            _number(_ratio(found[0]), ".2f"),
             _number(stats.acceptance_length if stats.rounds else None, ".2f"),
+            *(_number(_ratio(found[k]), ".2f") for k in range(1, 1 + len(others))),
         )
-    equal = sum(comparison.differs_at is None for comparison in done)
+    every = [comparison for found in done for comparison in found]
+    equal = sum(comparison.differs_at is None for comparison in every)
     screen.print()
     screen.print(table)
     screen.print()
     screen.print(
-        f"Texts: {equal} of {len(done)} identical, token by token. Speed: decoding without the prompt's pass, both "
-        f"arms through the same engine, median of {count_of(repeat, 'run')}."
+        f"Texts: {equal} of {len(every)} identical to plain decoding, token by token. Speed: decoding without the "
+        f"prompt's pass, all arms through the same engine, median of {count_of(repeat, 'run')}."
     )
+
+
+def _ratio(comparison: Comparison) -> float | None:
+    plain, speculative = comparison.speeds
+    return speculative / plain if plain and speculative else None
+
+
+def _show_slots(screen: Console, done: Sequence[Comparison], name: str, num_slots: int) -> None:
+    """For each prompt, in how many rounds slot k and all before it were kept: a bar and per cent each."""
+    shown = min(num_slots, (screen.width - 24) // 7)
+    if shown < 1:
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("kept slots", no_wrap=True)
+    for k in range(1, shown + 1):
+        table.add_column(str(k), justify="right", no_wrap=True)
+    for comparison in done:
+        score = score_rounds(comparison.speculative[-1].stats.rounds, num_slots)
+        cells = [_cell(share, not screen.options.ascii_only) for share in score.survival[:shown]]
+        table.add_row(Text(printable(comparison.case.kind)), *cells)
+    screen.print()
+    screen.print(table)
+    screen.print()
+    screen.print(f"In how many rounds, in % of those that drafted it, {name}'s slot and all before it were kept.")
+
+
+def _cell(share: float, bars: bool) -> str:
+    percent = f"{100 * share:3.0f}"
+    return f"{_BARS[round(share * (len(_BARS) - 1))]}{percent}" if bars else percent
 
 
 def _number(value: float | None, form: str) -> str:

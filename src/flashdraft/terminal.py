@@ -1,4 +1,5 @@
-"""What a person sees: tokens as they come, the summary line, why it waits; and results as JSON.
+"""What a person sees: tokens as they come, the summary line, why it waits; results as JSON; and the
+prompt a person gives.
 
 Answers go to standard output, everything else to standard error. Text of a model is never read as
 markup. On a terminal its control characters are shown instead of obeyed: an answer may not move the
@@ -10,15 +11,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
 from rich.text import Text
 
-from .types import Origin, Result, Stats, Token
+from .types import FlashdraftError, Origin, Result, Stats, Token
 
 # One colour for tokens that were drafted and accepted, one for the target's own.
 COLOURS: dict[Origin, str] = {"draft": "green", "bonus": "magenta", "prefill": "magenta"}
@@ -198,3 +201,31 @@ class _Notes(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._show(record.getMessage())
+
+
+def read_prompt(prompt: str | None, file: Path | None, raw: bool = False) -> str:
+    """The prompt from where it was given; one final newline of a file or pipe is not part of it."""
+    if file is not None and prompt is not None:
+        raise FlashdraftError("the prompt is given twice, as an argument and with --file; give it once.")
+    if file is not None and str(file) != "-":
+        try:
+            text = _decoded(file.read_bytes(), str(file))
+        except OSError as error:
+            raise FlashdraftError(f"the prompt cannot be read from {file}: {error.strerror}.") from error
+    elif prompt is None or prompt == "-":
+        if prompt is None and file is None and sys.stdin.isatty():
+            raise FlashdraftError("there is no prompt; give it as an argument, with --file, or on standard input.")
+        text = _decoded(sys.stdin.buffer.read(), "standard input")
+    else:
+        text = _decoded(os.fsencode(prompt), "the argument", whole=True)
+    if not (text if raw else text.strip()):
+        raise FlashdraftError("the prompt is empty; give at least one character.")
+    return text
+
+
+def _decoded(data: bytes, where: str, whole: bool = False) -> str:
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise FlashdraftError(f"{where} is no UTF-8 text (byte {error.start} is 0x{data[error.start]:02x}).") from error
+    return text if whole else text.removesuffix("\n").removesuffix("\r")
