@@ -1,20 +1,14 @@
-"""The training configuration: a YAML file and `--set key=value`, read into one frozen dataclass.
-
-Every key has a type that is checked, and a key that does not exist is an error which names the
-closest one that does.
-"""
+"""The training configuration: one frozen dataclass, from a YAML file and `--set key=value` (settings.py)."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import types
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..settings import make_settings, read_yaml
 from ..types import FlashdraftError
 
 # Changing these leaves what a resumed run computes next as it would have been, or is a decision to
@@ -155,63 +149,11 @@ def _require(ok: bool, name: str, value: object, expected: str) -> None:
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """A TrainConfig from a YAML file and `key=value` strings, which win."""
-    import yaml
-
-    try:
-        raw = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
-    except OSError as error:
-        raise FlashdraftError(f"{path} cannot be read: {error.strerror}; expected a YAML file.") from None
-    except yaml.YAMLError as error:
-        raise FlashdraftError(f"{path} is no valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(raw, dict):
-        raise FlashdraftError(f"{path} holds a {type(raw).__name__}; expected lines of `key: value`.")
-    for override in overrides:
-        key, equals, value = override.partition("=")
-        if not equals:
-            raise FlashdraftError(f"--set {override!r} has no '='; expected --set key=value.")
-        raw[key.strip()] = yaml.safe_load(value)
-    return make_config(raw, str(path))
+    return make_config(read_yaml(path, overrides), str(path))
 
 
 def make_config(raw: Mapping[str, Any], where: str = "the configuration") -> TrainConfig:
-    hints = typing.get_type_hints(TrainConfig)
-    values = {}
-    for key, value in raw.items():
-        if key not in hints:
-            near = difflib.get_close_matches(str(key), hints, n=1, cutoff=0.0)
-            raise FlashdraftError(f"{where} has a key {key!r} that does not exist; the closest one is {near[0]!r}.")
-        values[key] = _convert(value, hints[key], key)
-    required = [f.name for f in dataclasses.fields(TrainConfig) if f.default is dataclasses.MISSING]
-    missing = [name for name in required if name not in values]
-    if missing:
-        raise FlashdraftError(f"{where} lacks {', '.join(missing)}.")
-    return TrainConfig(**values)
-
-
-def _convert(value: Any, hint: Any, key: str) -> Any:
-    """A YAML value as the field's type. YAML reads 1e-3 as text; a number was meant."""
-    if isinstance(hint, types.UnionType):
-        if value is None:
-            return None
-        hint = next(arg for arg in typing.get_args(hint) if arg is not types.NoneType)
-    if typing.get_origin(hint) is tuple:
-        items = value if isinstance(value, (list, tuple)) else [value]
-        return tuple(_convert(item, typing.get_args(hint)[0], key) for item in items)
-    if hint is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except ValueError:
-            pass
-    elif (hint is int and isinstance(value, int) and not isinstance(value, bool)) or (
-        hint is bool and isinstance(value, bool)
-    ):
-        return value
-    elif hint is str and isinstance(value, (str, Path)):
-        return str(value)
-    raise FlashdraftError(f"{key} is {value!r}; expected {_NAMES[hint]}.")
-
-
-_NAMES = {float: "a number", int: "a whole number", str: "a text", bool: "true or false"}
+    return make_settings(TrainConfig, raw, where)
 
 
 def config_diff(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
