@@ -1,0 +1,352 @@
+"""The rivals draft what plain loops say they should: no caches, everything computed again for each token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import rivals
+from bed import CONFIGS as FAMILIES
+from bed import PROMPTS, VOCAB, byte_tokenizer, decode, make_model, tiny_target
+from flashdraft.drafters import make_drafter
+from flashdraft.drafters.draft_model import DraftModelDrafter
+from flashdraft.drafters.drawing import likeliest
+from flashdraft.drafters.eagle3 import Eagle3Network
+from flashdraft.engine import Engine
+from flashdraft.sampling import RowSampler
+from flashdraft.target import Target
+from flashdraft.tree import paths
+from flashdraft.types import FlashdraftError, Request, SamplingParams
+from rivals import CHOICES, EAGLE_IDS, LAYERS, TREE, Recorder
+
+Vector = torch.Tensor
+NUM_TOKENS = 14
+
+
+def recorded(drafter: Any, max_rows: int = 3, prompts: Sequence[list[int]] = PROMPTS[2:5], **params: Any) -> Recorder:
+    """What a drafter proposes while real decoding goes on."""
+    watched = Recorder(drafter)
+    decode(tiny_target(), watched, prompts, max_rows, max_tokens=NUM_TOKENS, **params)
+    assert any(drafted for _, drafted, *_ in watched.rounds)
+    return watched
+
+
+def features_of(tokens: list[int], layer_ids: tuple[int, ...]) -> torch.Tensor:
+    """[T, F] of the target over all tokens at once."""
+    target = tiny_target()
+    out = target.forward(torch.tensor([tokens]), target.new_cache(1, len(tokens)), [0], layer_ids=layer_ids)
+    assert out.features_BTF is not None
+    return out.features_BTF[0]
+
+
+def rms(x: Vector, weight: Vector, eps: float = 1e-6) -> Vector:
+    return x / torch.sqrt((x * x).sum() / len(x) + eps) * weight
+
+
+def silu(x: Vector) -> Vector:
+    return x / (1 + torch.exp(-x))
+
+
+# -- what the head reads -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_feature_behind_the_last_layer_is_what_the_head_reads(family: str) -> None:
+    """Medusa's input: the bare head makes the logits of it, so it is behind the final norm; the last
+    layer's own output (id L - 1) is before it."""
+    target = tiny_target(family)
+    ids, size = torch.tensor([PROMPTS[1]]), target.hidden_size
+    last = target.num_layers - 1
+    out = target.forward(ids, target.new_cache(1, 64), [0], layer_ids=(last, last + 1))
+    assert out.features_BTF is not None and out.features_BTF.shape[-1] == 2 * size
+    before, after = out.features_BTF[..., :size], out.features_BTF[..., size:]
+    assert torch.allclose(target.head(after), out.logits_BTV, rtol=0, atol=1e-9)
+    assert not torch.allclose(target.head(before), out.logits_BTV, rtol=0, atol=1e-2)
+    final = target.forward(ids, target.new_cache(1, 64), [0], keep=slice(0, 0), layer_ids=(last + 1,))
+    assert final.features_BTF is not None and torch.equal(final.features_BTF, after)  # not only where logits are
+
+
+# -- a draft model -----------------------------------------------------------------------------------
+
+
+def continued(model: Target, tokens: list[int], count: int, sampler: RowSampler) -> list[int]:
+    drafted: list[int] = []
+    for _ in range(count):
+        ids = torch.tensor([[*tokens, *drafted]])
+        logits = model.forward(ids, model.new_cache(1, ids.shape[1]), [0]).logits_BTV[0, -1:]
+        drafted.append(int(sampler.choose(logits, paths=[drafted])))
+    return drafted
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.9}])
+def test_draft_model_continues_the_text(params: dict[str, Any]) -> None:
+    model = rivals.small_model("llama")
+    watched = recorded(DraftModelDrafter(model, tiny_target(), 5), **params)
+    for tokens, drafted, parents, _, sampler in watched.rounds:
+        assert drafted == continued(model, tokens, len(drafted), sampler) and parents is None
+
+
+def test_draft_model_of_another_tokenizer_is_refused() -> None:
+    config = FAMILIES["llama"](vocab_size=300)
+    target = Target(make_model(config, torch.float32), byte_tokenizer(), name="big")
+    small = Target(make_model(config, torch.float32), byte_tokenizer(b"ab"), name="small")
+    with pytest.raises(
+        FlashdraftError, match=r"^the draft model small has another tokenizer than big \('ab' is 259 there"
+    ):
+        DraftModelDrafter(small, target)
+    DraftModelDrafter(Target(make_model(config, torch.float32), byte_tokenizer(), name="same"), target)
+    with pytest.raises(FlashdraftError, match=r"^the draft model tiny llama has 96 tokens and big 300; expected"):
+        DraftModelDrafter(tiny_target("llama", "float32"), target)
+
+
+def test_draft_model_stops_where_its_context_ends() -> None:
+    """A draft model made for fewer tokens than the target drafts up to there, and the text goes on."""
+    config = FAMILIES["llama"](max_position_embeddings=40)
+    small = Target(make_model(config, torch.float64), name="short")
+    prompt = PROMPTS[2][:11]
+    (plain,) = decode(tiny_target(), None, [prompt], max_tokens=60, ignore_eos=True)
+    (found,) = decode(
+        tiny_target(), DraftModelDrafter(small, tiny_target(), 4), [prompt], max_tokens=60, ignore_eos=True
+    )
+    assert found.token_ids == plain.token_ids
+    assert found.stats.rounds[0].num_drafted == 3 and found.stats.rounds[-1].num_drafted == 0
+    long = list(range(3, 60))  # a prompt beyond it from the start
+    (found,) = decode(tiny_target(), DraftModelDrafter(small, tiny_target(), 4), [long], max_tokens=3)
+    assert [r.num_drafted for r in found.stats.rounds][:1] == [0]
+
+
+# -- Medusa ------------------------------------------------------------------------------------------
+
+
+def medusa_by_hand(tokens: list[int]) -> list[Vector]:
+    """Logits of head 1, 2, ... at the state that predicted the last token."""
+    network = rivals.medusa_network("llama")
+    weights, out = network.state_dict(), []
+    state = features_of(tokens[:-1], (tiny_target().num_layers,))[-1]
+    for k in range(network.config.num_heads):
+        x = state
+        for n in range(network.config.num_blocks):
+            x = x + silu(weights[f"blocks.{k}.layers.{n}.weight"] @ x + weights[f"blocks.{k}.layers.{n}.bias"])
+        out.append(weights[f"lm_heads.{k}.weight"] @ x)
+    return out
+
+
+def test_medusa_chain_equals_a_plain_loop() -> None:
+    for tokens, drafted, parents, *_ in recorded(rivals.medusa("llama", "float64", 5)).rounds:
+        logits = medusa_by_hand(tokens)
+        assert drafted == [int(logits[k].argmax()) for k in range(len(drafted))] and parents is None
+
+
+def test_medusa_tree_equals_a_plain_loop() -> None:
+    """Each choice's node holds the token of that rank of the head for its depth, under its own parent."""
+    for tokens, drafted, parents, *_ in recorded(rivals.medusa("llama", "float64", 5, tree=True)).rounds:
+        best = [sorted(range(VOCAB), key=lambda t, head=head: -float(head[t])) for head in medusa_by_hand(tokens)]  # type: ignore[misc]
+        assert parents is not None
+        found = {way for way in paths(drafted, parents) if way}
+        depth = max(map(len, found), default=0)
+        expected = {tuple(best[d][rank] for d, rank in enumerate(choice)) for choice in CHOICES if len(choice) <= depth}
+        assert found == expected and len(drafted) == len(expected)
+
+
+def test_heads_learn_the_tokens_ahead() -> None:
+    """The taught heads say more right tokens at their own distance than at any other: head k is about
+    the token k behind the anchor."""
+    network, right = rivals.medusa_network("llama", "float32"), torch.zeros(4, 6)
+    for tokens, states in rivals.samples("llama", (tiny_target().num_layers,)):
+        guesses = network(states).argmax(-1)
+        for head in range(4):
+            for ahead in range(6):
+                hits = guesses[: len(tokens) - 1 - ahead, head] == tokens[1 + ahead :]
+                right[head, ahead] += hits.sum()
+    assert right.argmax(1).tolist() == [1, 2, 3, 4]
+
+
+# -- EAGLE-3 -----------------------------------------------------------------------------------------
+
+Pair = tuple[Vector, Vector]  # a token's embedding, and the fused feature or state that predicted it
+
+
+def turned(x: Vector, position: int) -> Vector:
+    """A head's rotary embedding, pair by pair."""
+    half, out = len(x) // 2, x.clone()
+    for i in range(half):
+        angle = position / 10000.0 ** (2 * i / len(x))
+        out[i] = x[i] * math.cos(angle) - x[i + half] * math.sin(angle)
+        out[i + half] = x[i + half] * math.cos(angle) + x[i] * math.sin(angle)
+    return out
+
+
+def state_behind(network: Eagle3Network, pairs: list[Pair]) -> Vector:
+    """The layer's output at the last of some pairs."""
+    w, config = network.state_dict(), network.config
+    dim, group = config.head_dim, config.num_heads // config.num_kv_heads
+    joined = [
+        torch.cat([rms(e, w["midlayer.input_layernorm.weight"]), rms(h, w["midlayer.hidden_norm.weight"])])
+        for e, h in pairs
+    ]
+    seen = []
+    for head in range(config.num_heads):
+        rows, shared = slice(head * dim, head * dim + dim), slice(head // group * dim, head // group * dim + dim)
+        q = turned(w["midlayer.self_attn.q_proj.weight"][rows] @ joined[-1], len(pairs) - 1)
+        keys = [turned(w["midlayer.self_attn.k_proj.weight"][shared] @ x, i) for i, x in enumerate(joined)]
+        powers = [math.exp(float(q @ k) / math.sqrt(dim)) for k in keys]
+        values = [w["midlayer.self_attn.v_proj.weight"][shared] @ x for x in joined]
+        seen.append(sum(p / sum(powers) * v for p, v in zip(powers, values, strict=True)))
+    x = pairs[-1][1] + w["midlayer.self_attn.o_proj.weight"] @ torch.cat(seen)  # type: ignore[arg-type]
+    n = rms(x, w["midlayer.post_attention_layernorm.weight"])
+    gated = silu(w["midlayer.mlp.gate_proj.weight"] @ n) * (w["midlayer.mlp.up_proj.weight"] @ n)
+    return x + w["midlayer.mlp.down_proj.weight"] @ gated
+
+
+def log_probs(network: Eagle3Network, state: Vector) -> dict[int, float]:
+    """By target id; ids outside the draft's vocabulary have none."""
+    w = network.state_dict()
+    logits = (w["lm_head.weight"] @ rms(state, w["norm.weight"])).tolist()
+    total = math.log(sum(math.exp(x) for x in logits))
+    return {token: x - total for token, x in zip(EAGLE_IDS, logits, strict=True)}
+
+
+def context_pairs(network: Eagle3Network, tokens: list[int]) -> list[Pair]:
+    """Token j + 1 with what the target's layers said at j."""
+    embeds, fc = tiny_target().embed(torch.tensor(tokens)), network.state_dict()["fc.weight"]
+    return [(embeds[j + 1], fc @ feature) for j, feature in enumerate(features_of(tokens[:-1], LAYERS))]
+
+
+def embedding(token: int) -> Vector:
+    return tiny_target().embed(torch.tensor([token]))[0]
+
+
+def test_eagle_chain_equals_a_plain_loop() -> None:
+    network = rivals.eagle_network("llama")
+    for tokens, drafted, parents, *_ in recorded(rivals.eagle3("llama", "float64", 4)).rounds[::2]:
+        pairs, expected = context_pairs(network, tokens), []
+        for _ in drafted:
+            state = state_behind(network, pairs)
+            logp = log_probs(network, state)
+            expected.append(max(logp, key=lambda t: logp[t]))
+            pairs.append((embedding(expected[-1]), state))
+        assert drafted == expected and parents is None
+
+
+def test_eagle_tree_equals_a_plain_loop() -> None:
+    """EAGLE-2: expand the likeliest nodes of each level, then keep the likeliest of all."""
+    network, compared = rivals.eagle_network("llama"), 0
+    for tokens, drafted, parents, *_ in recorded(rivals.eagle3("llama", "float64", 5, TREE)).rounds[::3]:
+        assert parents is not None
+        found = {way for way in paths(drafted, parents) if way}
+        level: list[tuple[float, tuple[int, ...], list[Pair]]] = [(0.0, (), context_pairs(network, tokens))]
+        nodes: list[tuple[float, tuple[int, ...], list[Pair]]] = []
+        for _ in range(4):
+            children = []
+            for score, way, pairs in sorted(level, key=lambda node: -node[0])[: TREE.top_k]:
+                state = state_behind(network, pairs)
+                best = sorted(log_probs(network, state).items(), key=lambda item: -item[1])[: TREE.top_k]
+                children += [(score + logp, (*way, t), [*pairs, (embedding(t), state)]) for t, logp in best]
+            level, nodes = children, nodes + children
+        if len(tokens) + 4 < len(PROMPTS[2]) + NUM_TOKENS:  # not cut by the end of the answer
+            expected = sorted(nodes, key=lambda node: -node[0])[: TREE.nodes]
+            assert found == {way for _, way, _ in expected}
+            compared += 1
+    assert compared >= 2
+
+
+def test_likeliest_obeys_the_noise() -> None:
+    """The best child is the one that the target would pick if it had the draft's logits; children come
+    in order; impossible tokens are replaced."""
+    sampler = RowSampler(SamplingParams(temperature=0.7), 3, [5], 40)
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
+    ways = [(), (7,), (9,)]
+    tokens, values = likeliest(sampler, logits, 4, ways)
+    assert [row[0] for row in tokens] == sampler.choose(logits, paths=ways).tolist()
+    assert all(row == sorted(row, reverse=True) for row in values)
+    logits[:, 2:] = -torch.inf
+    tokens, values = likeliest(RowSampler(SamplingParams(), 0, [5], 40), logits, 4)
+    assert all(set(row) <= {0, 1} and row[2:] == [row[0]] * 2 for row in tokens)
+    assert all(math.isinf(row[2]) for row in values)
+
+
+# -- all of them ---------------------------------------------------------------------------------------
+
+MADE = {
+    "draft_model": lambda: rivals.draft_model("llama", "float64", 4),
+    "medusa": lambda: rivals.medusa("llama", "float64", 4),
+    "eagle3": lambda: rivals.eagle3("llama", "float64", 4),
+    "medusa-tree": lambda: rivals.medusa("llama", "float64", 5, tree=True),
+    "eagle3-tree": lambda: rivals.eagle3("llama", "float64", 4, TREE),
+}
+
+
+def drafts(watched: Recorder) -> dict[tuple[int, ...], Any]:
+    return {tuple(tokens): (drafted, parents) for tokens, drafted, parents, *_ in watched.rounds}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_draft_does_not_depend_on_its_batch(name: str) -> None:
+    alone, together = (drafts(recorded(MADE[name](), rows, PROMPTS[1:5])) for rows in (1, 4))
+    assert alone == together
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_reused_prefix_drafts_as_a_fresh_one(name: str) -> None:
+    """The next turn of a chat goes on from the cache: the drafts behind it are those of a fresh start,
+    also where the new turn says another token than the old one did."""
+    target, first = tiny_target(), PROMPTS[2]
+    (answer,) = decode(target, None, [first], max_tokens=9, ignore_eos=True)
+    for second in ([*first, *answer.token_ids[:5], 44, 45, 46], [*first[:6], 50, 51], [*first, *answer.token_ids, 7]):
+        found = []
+        for reuse in (True, False):
+            watched = Recorder(MADE[name]())
+            engine = Engine(target, watched, reuse_prefix=reuse)
+            engine.run([Request(first, SamplingParams(max_tokens=9, ignore_eos=True))])
+            watched.rounds.clear()
+            (result,) = engine.run([Request(second, SamplingParams(max_tokens=9, ignore_eos=True))])
+            assert (result.stats.num_reused_tokens > 0) == reuse
+            found.append(drafts(watched))
+        assert found[0] == found[1] and found[0]
+
+
+@pytest.mark.parametrize("name", ["draft_model", "medusa", "eagle3"])
+def test_rejection_gets_the_law_of_each_token(name: str) -> None:
+    """The distributions that acceptance divides by are those of the drafted tokens, each behind the
+    tokens before it; the text ends as the law wants it (tests/test_faults_law.py)."""
+    watched = recorded(MADE[name](), temperature=0.8, top_k=30, acceptance="rejection")
+    checked = 0
+    for tokens, drafted, parents, law, sampler in watched.rounds:
+        if not drafted:
+            continue
+        assert law is not None and parents is None and law.shape == (len(drafted), VOCAB)
+        assert torch.allclose(law.sum(-1), torch.ones(len(drafted)), atol=1e-5)
+        assert all(float(law[n, token]) > 0 for n, token in enumerate(drafted))
+        for n in range(len(drafted)):
+            ways = drafted[:n] if name != "medusa" else [0] * n
+            expected = sampler.scores(logits_by_hand(name, tokens, drafted, n)[None], paths=[ways]).softmax(-1)
+            assert torch.allclose(law[n], expected[0], atol=1e-6)
+        checked += 1
+        if checked == 3:
+            return
+
+
+def logits_by_hand(name: str, tokens: list[int], drafted: list[int], n: int) -> Vector:
+    """Logits over all ids that drafted token n was drawn from."""
+    if name == "draft_model":
+        model, ids = rivals.small_model("llama"), torch.tensor([[*tokens, *drafted[:n]]])
+        return model.forward(ids, model.new_cache(1, ids.shape[1]), [0]).logits_BTV[0, -1]
+    if name == "medusa":
+        return medusa_by_hand(tokens)[n]
+    network = rivals.eagle_network("llama")
+    pairs = context_pairs(network, tokens)
+    for token in drafted[:n]:
+        pairs.append((embedding(token), state_behind(network, pairs)))
+    logp = log_probs(network, state_behind(network, pairs))
+    return torch.tensor([logp.get(t, -math.inf) for t in range(VOCAB)])
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(FlashdraftError, match=r"^the drafter ngram has no option 'tree'; it has none\.$"):
+        make_drafter(tiny_target(), "ngram", tree=True)
+    with pytest.raises(FlashdraftError, match=r"^the drafter eagle3 needs a trained draft"):
+        make_drafter(tiny_target(), "eagle3")
