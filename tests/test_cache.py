@@ -158,3 +158,18 @@ def test_sizes() -> None:
     for layer in (0, 5):
         cache.write(layer, [1], [0], k, k)
     assert cache.bytes_per_slot == 2 * 2 * 3 * 4 * 4  # layers, keys and values, heads, width, bytes
+
+
+def test_write_puts_each_row_at_its_own_start() -> None:
+    """Neighbours that start alike are copied together; any order and mix of rows is a copy per row."""
+    rng = random.Random(0)
+    for _ in range(100):
+        rows = rng.sample(range(6), rng.randrange(1, 7))
+        rows = sorted(rows) if rng.random() < 0.5 else rows
+        starts = [rng.choice([0, 0, 3]) for _ in rows]
+        k, v = torch.randn(2, len(rows), 2, rng.randrange(1, 5), 4)
+        cache, expected = KVCache(6, 64), torch.zeros(2, 6, 2, 64, 4)
+        cache.write(0, rows, starts, k, v)
+        for b, (row, start) in enumerate(zip(rows, starts, strict=True)):
+            expected[:, row, :, start : start + k.shape[2]] = torch.stack([k[b], v[b]])
+        assert all(torch.equal(found, right) for found, right in zip(cache.layer(0), expected, strict=True))

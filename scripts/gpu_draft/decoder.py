@@ -96,7 +96,10 @@ class StaticDecoder:
         self._graph: torch.cuda.CUDAGraph | None = None
         self.logits: torch.Tensor | None = None
         if graph if graph is not None else device.type == "cuda":
-            self._capture()
+            try:
+                self._capture()
+            except RuntimeError as error:
+                print(f"the step cannot be captured ({str(error)[:300]}); decoding goes on without", flush=True)
 
     @torch.inference_mode()
     def admit(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import shutil
 import signal
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,12 +34,28 @@ def train(
 
     Returns what was done, in numbers.
     """
-    began = time.monotonic()
     values = {
         "run": str(run), "target": target.name, "data": [str(data)], "num_layers": shape[0], "block_size": shape[1],
-        "seed": settings.seed, "max_minutes": seconds / 60, **settings.training,
+        "seed": settings.seed, **settings.training,
     }  # fmt: skip
-    config = make_config(values)
+    began = time.monotonic()
+    try:
+        return _train(target, values, seconds)
+    except Exception as error:
+        if target.device.type == "cpu":
+            raise
+        # FlexAttention compiles kernels on that machine; without it training is slower, not impossible
+        print(f"training failed: {type(error).__name__}: {str(error)[:500]}; again with attention sdpa", flush=True)
+        traceback.print_exc(limit=-4)
+    _free(target)
+    shutil.rmtree(run, ignore_errors=True)
+    left = max(1.0, seconds - (time.monotonic() - began))
+    return _train(target, {**values, "attention": "sdpa"}, left)
+
+
+def _train(target: Target, values: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    began = time.monotonic()
+    config = make_config({**values, "max_minutes": seconds / 60})
     trainer = build_trainer(config, target=target)
     # the trainer's clock starts when it runs: what loading took is not there any more, nor a last save
     left = max(0.95 * seconds - (time.monotonic() - began), 0.2 * seconds)
@@ -47,18 +65,22 @@ def train(
     loaded = time.monotonic()
     with _Deadline(loaded + 1.1 * left + 1) as progress:
         trainer.run(progress)
-    took = time.monotonic() - loaded
     report = {
-        "layers": shape[0], "block_size": shape[1], "parameters": sum(p.numel() for p in trainer.network.parameters()),
+        "layers": config.num_layers, "block_size": config.block_size, "attention": trainer.attention,
+        "parameters": sum(p.numel() for p in trainer.network.parameters()),
         "sequences": len(trainer.sequences), "anchors_an_epoch": trainer.plan.num_anchors, "steps": trainer.step,
         "epochs": round(trainer.step / trainer.plan.steps_per_epoch, 2), "load_seconds": round(loaded - began, 1),
-        "train_seconds": round(took, 1),
+        "train_seconds": round(time.monotonic() - loaded, 1),
     }  # fmt: skip
     del trainer
+    _free(target)
+    return report
+
+
+def _free(target: Target) -> None:
     gc.collect()
     if target.device.type == "cuda":
         torch.cuda.empty_cache()
-    return report
 
 
 class _Deadline(Progress):

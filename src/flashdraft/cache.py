@@ -8,7 +8,7 @@ writes its block behind them for one pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -46,10 +46,12 @@ class KVCache:
         if layer not in self._layers:
             self._layers[layer] = (self._empty(k), self._empty(v))
         num_tokens = k.shape[2]
-        for new, store in zip((k, v), self._layers[layer], strict=True):
-            for b, (row, start) in enumerate(zip(rows, starts, strict=True)):
-                store[row, :, start : start + num_tokens] = new[b]
-                self._written[row] = max(self._written[row], start + num_tokens)
+        for row, start in zip(rows, starts, strict=True):
+            self._written[row] = max(self._written[row], start + num_tokens)
+        for first, last in _runs(rows, starts):
+            row, start = rows[first], starts[first]
+            for new, store in zip((k, v), self._layers[layer], strict=True):
+                store[row : row + last - first, :, start : start + num_tokens] = new[first:last]
 
     def write_flat(
         self, layer: int, rows: Sequence[int], counts: Sequence[int], k: torch.Tensor, v: torch.Tensor
@@ -105,3 +107,12 @@ class KVCache:
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
         _, heads, _, dim = like.shape
         return torch.zeros(self.rows, heads, self.slots, dim, dtype=like.dtype, device=like.device)
+
+
+def _runs(rows: Sequence[int], starts: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(first, last) of batch rows that are neighbours in the cache and start alike: one copy for all."""
+    first = 0
+    for b in range(1, len(rows) + 1):
+        if b == len(rows) or rows[b] != rows[b - 1] + 1 or starts[b] != starts[b - 1]:
+            yield first, b
+            first = b

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..cache import KVCache, round_up
+from ..cache import round_up
 from ..target import Target
 from .config import TrainConfig
 from .data import TokenSequence
@@ -64,8 +64,7 @@ class FeatureSource:
         self._target, self._sequences, self._layer_ids = target, sequences, tuple(layer_ids)
         self._vocab_ids = vocab_ids
         self._num_tokens = config.distribution_tokens if config.needs_distribution else 0
-        self._longest = max(len(s.token_ids) for s in sequences)
-        self._caches: dict[int, KVCache] = {}
+        self._cache = target.new_cache(1, max(len(s.token_ids) for s in sequences), slack=64)
         # all sequences of a shuffled group, and those of the group that begins in the same batch
         self._recent: OrderedDict[int, Features] = OrderedDict()
         self._max_recent = config.mix + config.blocks_per_batch // config.anchors_per_piece
@@ -134,9 +133,10 @@ class FeatureSource:
         ids = torch.zeros(len(group), width, dtype=torch.int64)
         for row, (index, length) in enumerate(zip(group, lengths, strict=True)):
             ids[row, :length] = torch.tensor(self._sequences[index].token_ids)
+        cache = self._cache if len(group) == 1 else self._target.new_cache(len(group), width)
         first = min(map(self._first_needed, group)) if self._num_tokens else width
         out = self._target.forward(
-            ids.to(self._target.device), self._cache(len(group)), range(len(group)), valid=lengths,
+            ids.to(self._target.device), cache, range(len(group)), valid=lengths,
             keep=slice(first, None) if self._num_tokens else slice(0, 0), layer_ids=self._layer_ids,
         )  # fmt: skip
         assert out.features_BTF is not None
@@ -150,15 +150,6 @@ class FeatureSource:
             else:
                 found.append(Features(states))
         return found
-
-    def _cache(self, rows: int) -> KVCache:
-        """The narrowest cache made so far that has the rows."""
-        fitting = min((n for n in self._caches if n >= rows), default=None)
-        if fitting is None:
-            self._caches.clear()  # a wider one serves for all
-            fitting = rows
-            self._caches[rows] = self._target.new_cache(rows, self._longest, slack=64)
-        return self._caches[fitting]
 
     def _first_needed(self, index: int) -> int:
         """First position whose logits are used, in whole buckets."""
