@@ -18,9 +18,14 @@ from ..types import FlashdraftError
 
 
 class Group:
-    """This process's place among `world`; alone if torchrun did not start it."""
+    """This process's place among `world`; alone if torchrun did not start it.
+
+    Attributes:
+        broken: another process was lost.
+    """
 
     def __init__(self) -> None:
+        self.broken = False
         self.rank = int(os.environ.get("RANK", "0"))
         self.world = int(os.environ.get("WORLD_SIZE", "1"))
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -43,6 +48,7 @@ class Group:
         try:
             yield
         except RuntimeError as error:
+            self.broken = True
             raise FlashdraftError(
                 f"another process of this run ended or was lost, so process {self.rank} ends too; "
                 "start the same command again to go on from the last checkpoint."
@@ -94,7 +100,7 @@ class Group:
         return bool(flag.item() > 0)
 
     def close(self) -> None:
-        if self.world > 1 and dist.is_initialized():
+        if self.world > 1 and dist.is_initialized() and not self.broken:
             dist.destroy_process_group()
 
 

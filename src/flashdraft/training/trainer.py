@@ -266,7 +266,9 @@ class Trainer:
             yield
         finally:
             for number, handler in old.items():
-                signal.signal(number, handler)
+                # torchrun ends the processes that are left, but why they end has to be said first
+                if not (self.group.broken and number == signal.SIGTERM):
+                    signal.signal(number, handler)
 
     @property
     def interrupted(self) -> bool:
