@@ -11,7 +11,7 @@ import torch
 
 from bed import VOCAB, make_model, tiny_target
 from flashdraft.target import Target
-from flashdraft.training.config import load_config, make_config
+from flashdraft.training.config import as_json, as_record, config_diff, load_config, make_config
 from flashdraft.training.data import TokenSequence
 from flashdraft.training.initialise import default_layer_ids, draft_config, draft_vocab, mask_token, new_network
 from flashdraft.training.plan import Plan
@@ -193,3 +193,23 @@ def test_rope_of_the_target_reaches_the_draft() -> None:
     target = Target(make_model(CONFIGS["llama"](rope_parameters=scaled), torch.float32))
     shape = draft_config(config(), target, sequences([10]))
     assert dict(shape.rope) == scaled
+
+
+def test_what_a_resumed_run_may_not_change() -> None:
+    """A run of an older version, which did not know a key, goes on if the key has its default now."""
+    old = as_json(config())
+    assert config_diff(old, as_json(config(max_steps=5, threads=3))) == []
+    assert config_diff(old, as_json(config(lr=1.0, target_layer_ids=[0]))) == [
+        "lr: 0.0006 -> 1.0",
+        "target_layer_ids: [0, 1] -> [0]",
+    ]
+    older = {k: v for k, v in old.items() if k not in ("attention", "tv_weight")}
+    assert config_diff(older, old) == []
+    assert config_diff(older, old | {"tv_weight": 0.5}) == ["tv_weight: 0.0 -> 0.5"]
+
+
+def test_what_is_published_names_no_folders() -> None:
+    record = as_record(config(run="/home/me/run", data=["/home/me/a.jsonl", "b.jsonl"], target="Qwen/Qwen3-0.6B"))
+    assert record["run"] == "run" and record["data"] == ["a.jsonl", "b.jsonl"]
+    assert record["target"] == "Qwen/Qwen3-0.6B" and record["feature_cache"] is None
+    assert as_record(config(target="/home/me/models/mine"))["target"] == "mine"

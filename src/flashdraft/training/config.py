@@ -157,16 +157,22 @@ def make_config(raw: Mapping[str, Any], where: str = "the configuration") -> Tra
 
 
 def config_diff(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What a resumed run's configuration changes though it must not, a line each. A key that did not
-    exist when the run began has its default there."""
+    """What a resumed run's configuration changes though it must not, a line each. A key that the old
+    one does not know yet (of an older version) had its default."""
     defaults = {f.name: f.default for f in dataclasses.fields(TrainConfig) if f.default is not dataclasses.MISSING}
-    before, after = ({**defaults, **values} for values in (old, new))
-    keys = sorted({*before, *after} - MAY_CHANGE)
-    return [f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in keys if before.get(key) != after.get(key)]
+    old = defaults | old
+    keys = sorted({*old, *new} - MAY_CHANGE)
+    return [
+        f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in keys if _plain(old.get(key)) != _plain(new.get(key))
+    ]
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def as_json(config: TrainConfig) -> dict[str, Any]:
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items()}
+    return {k: _plain(v) for k, v in dataclasses.asdict(config).items()}
 
 
 _PATHS = ("run", "target", "data", "init_from", "validation", "feature_cache")
