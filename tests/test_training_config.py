@@ -50,6 +50,9 @@ def test_file_and_overrides(tmp_path: Path) -> None:
         ({"run": 3}, "run is 3; expected a text"),
         ({"block_size": 1}, "block_size is 1; expected at least 2"),
         ({"keep": 1}, "keep is 1; expected at least 2"),
+        ({"attention": "flash"}, 'attention is \'flash\'; expected "auto", "sdpa" or "flex"'),
+        ({"shard": "yes"}, "shard is 'yes'; expected true or false"),
+        ({"shard": 1}, "shard is 1; expected true or false"),
         ({"schedule": "linear"}, "schedule is 'linear'; expected"),
         ({"blocks_per_batch": 100}, "expected a multiple of anchors_per_piece (32)"),
         ({"ce_weight": 0}, "expected one above 0"),
@@ -61,6 +64,17 @@ def test_what_is_wrong_is_said(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(FlashdraftError) as error:
         make_config({**BASE, **changes})
     assert sentence in str(error.value)
+
+
+def test_what_a_resumed_run_may_change() -> None:
+    """Not the attention, which rounds differently; shards do not. A key that is younger than the run had
+    its default."""
+    old = as_json(config())
+    del old["attention"], old["shard"]
+    assert config_diff(old, as_json(config(shard=True, max_steps=9))) == []
+    assert config_diff(old, as_json(config(attention="sdpa", lr=1e-3))) == [
+        "attention: 'auto' -> 'sdpa'", "lr: 0.0006 -> 0.001"
+    ]  # fmt: skip
 
 
 def test_missing_and_broken_files(tmp_path: Path) -> None:

@@ -55,6 +55,17 @@ def test_tiles_are_those_that_torch_finds(window: int | None, causal: bool) -> N
             assert ours == theirs
 
 
+def test_a_tile_of_which_one_slot_is_seen() -> None:
+    """Runs that end just behind a tile's edge, and begin just before it."""
+    runs = torch.zeros(4, 256, dtype=torch.int32)
+    runs[2], runs[3] = torch.arange(384, 640), torch.arange(385, 641)
+    runs[1, :128], runs[0, 128:], runs[1, 128:] = 129, 127, 256
+    mask = tile_mask(runs, 640)
+    assert mask.kv_indices[0, 0, 0, :2].tolist() == [1, 3] and mask.full_kv_indices[0, 0, 0, 0] == 0
+    assert mask.kv_indices[0, 0, 1, :2].tolist() == [0, 4] and mask.full_kv_indices[0, 0, 1, 0] == 1
+    assert mask.kv_num_blocks.tolist() == [[[2, 2]]] and mask.full_kv_num_blocks.tolist() == [[[1, 1]]]
+
+
 def batch(target: Target, size: int, seed: int, length: int = 60) -> tuple[Blocks, dict[int, torch.Tensor]]:
     samples = [sequence(seed=seed), sequence(seed=seed + 1, length=length, prompt=20)]
     pieces = [piece(0, [9 + seed % 5, 17, 28], 30), piece(1, [20, 33, length - 2 - seed % 7], length)]

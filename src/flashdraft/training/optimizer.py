@@ -5,8 +5,8 @@ the masters are copied back. All state is named tensors, so a checkpoint is one 
 
 With `shard` each process keeps the masters, moments and running mean of its own share of the weights,
 by whole tensors: gradients are summed at their owner, who makes the step and gives the weights back.
-That is what there is to save: 16 bytes a weight (20 with a mean), where the compute network has 2 and
-is small beside the target that every process holds. torch's fully_shard (FSDP2) shards the compute
+That is what there is to save: 12 bytes a weight (16 with a mean), where the compute network has 2 and
+is small beside the target that every process holds; its gradient, summed over batches, stays whole too. torch's fully_shard (FSDP2) shards the compute
 network, at a gather for each layer and pass; it wants as many passes in every process, and weights used
 in `forward` alone, while `project_context` uses those of all layers before any of them runs. Whole
 tensors, because Muon needs the matrix. A shard's numbers are those it would have without shards, and a
