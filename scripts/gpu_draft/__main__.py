@@ -41,7 +41,7 @@ def main() -> int:
     for name, text in (("run", "there: everything, by the clock"), ("smoke", "there: the same with a random target")):
         run = parts.add_parser(name, help=text)
         run.add_argument("--out", type=Path, required=name == "run")
-        run.add_argument("--seconds", type=float, default=560.0 if name == "run" else 75.0)
+        run.add_argument("--seconds", type=float, default=560.0 if name == "run" else 60.0)
         run.add_argument("--toy", action="store_true", help="toy sizes, for a CPU")
         run.add_argument("--shapes", nargs="+", metavar="LAYERSxBLOCK", help="drafts to train")
         run.add_argument("--device")

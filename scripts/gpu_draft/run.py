@@ -50,6 +50,7 @@ class Run:
         self._evaluating(target)
         self.clock.begin("save")
         self._save()
+        self._say("done", self.clock.spent)
         return self.report
 
     def _loading(self) -> Target:
@@ -69,13 +70,13 @@ class Run:
         self._save()
 
     def _training(self, target: Target) -> None:
-        """Every shape has an equal share of what is left, its quick evaluation included; the best one so
-        far is in the output folder."""
+        """Of two shapes the first has two thirds of the time, quick evaluations included: one draft that
+        is trained enough is worth more than two that are not. The best so far is in the output folder."""
         end = time.monotonic() + self.clock.begin("train")
         shapes = self._settings.shapes
         self.report["runs"] = []
         for number, shape in enumerate(shapes):
-            seconds = max(1.0, (end - time.monotonic()) / (len(shapes) - number))
+            seconds = max(1.0, (end - time.monotonic()) * 2 / (len(shapes) - number + 1))
             if number and seconds < self._settings.least_run / 2:
                 self._say("training", f"no time for {name_of(shape)}")
                 continue
