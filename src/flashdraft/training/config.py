@@ -160,7 +160,7 @@ def config_diff(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """What a resumed run's configuration changes though it must not, a line each. A key that the old
     one does not know yet (of an older version) had its default."""
     defaults = {f.name: f.default for f in dataclasses.fields(TrainConfig) if f.default is not dataclasses.MISSING}
-    old = defaults | old
+    old = {**defaults, **old}
     keys = sorted({*old, *new} - MAY_CHANGE)
     return [
         f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in keys if _plain(old.get(key)) != _plain(new.get(key))
