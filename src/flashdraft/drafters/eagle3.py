@@ -23,9 +23,8 @@ from ..attention import AttentionPlan
 from ..cache import KVCache
 from ..sampling import RowSampler
 from ..types import Commit, Draft, FlashdraftError
-from . import eagle3_folder
 from .drawing import draw, likeliest, padded, spread
-from .eagle3_folder import Eagle3Config
+from .eagle3_folder import Eagle3Config, check_against, read
 from .layers import RMSNorm, RotaryEmbedding, SwiGLU, rotate
 
 if TYPE_CHECKING:
@@ -201,7 +200,7 @@ class Eagle3Drafter:
         tree_shape: TreeShape | None = None,
     ) -> None:
         config = network.config
-        layer_ids = eagle3_folder.check_against(config, target)
+        layer_ids = check_against(config, target)
         size = block_size if block_size is not None else (tree_shape.depth + 1 if tree_shape else 6)
         if size < 1 or (tree_shape is not None and min(tree_shape.top_k, tree_shape.depth, tree_shape.nodes) < 1):
             raise FlashdraftError(f"block_size is {size} and the tree {tree_shape}; expected numbers of at least 1.")
@@ -221,8 +220,8 @@ class Eagle3Drafter:
         cls, folder: str | Path, target: Target, block_size: int | None = None, tree_shape: TreeShape | None = None
     ) -> Eagle3Drafter:
         """From a draft folder (eagle3_folder.py). Raises FlashdraftError if it does not fit the target."""
-        config, weights, vocab_ids = eagle3_folder.read(folder)
-        eagle3_folder.check_against(config, target, str(folder))
+        config, weights, vocab_ids = read(folder)
+        check_against(config, target, str(folder))
         with torch.device("meta"):
             network = Eagle3Network(config)
         network.load_state_dict(weights, strict=True, assign=True)
