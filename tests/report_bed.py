@@ -10,7 +10,14 @@ from flashdraft.evaluation.records import PLAIN, Cell, Record, Recorded
 DOMAINS = {"maths": 0.85, "code": 0.8, "from a text": 0.72, "chat": 0.2}
 ARMS = (("dflash", 4, 0.0, 1.5), ("dflash", 8, 0.0, 1.7), ("draft_model", 4, -0.05, 9.0), ("ngram", 8, -0.4, 0.05))
 WORDS = ["The ", "sum ", "of ", "the ", "first ", "numbers ", "is ", "n(n+1)", "/2", ".\n", "So ", "x", " = ", "7"]
-HOSTILE = ["<script>alert(1)</script>", "<img src=x onerror=alert(2)>", "\u202egnp.exe", "\x00\x1b[31m", "\ud800", "&lt;"]
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "<img src=x onerror=alert(2)>",
+    "\u202egnp.exe",
+    "\x00\x1b[31m",
+    "\ud800",
+    "&lt;",
+]
 HEADER: dict[str, Any] = {
     "version": 1,
     "settings": {
@@ -46,7 +53,9 @@ def _pieces(rounds: list[tuple[int, int, int]], hostile: bool) -> tuple[tuple[st
     return tuple((words[i % len(words)], kind) for i, kind in enumerate(kinds))
 
 
-def made(domains: dict[str, float] | None = None, prompts: int = 6, busy: bool = False, hostile: bool = True) -> Recorded:
+def made(
+    domains: dict[str, float] | None = None, prompts: int = 6, busy: bool = False, hostile: bool = True
+) -> Recorded:
     draw = random.Random(5)
     records = []
     for temperature in (0.0, 1.0):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from typer.core import TyperGroup
 
-from .evaluation.commands import bench
+from .evaluation.commands import bench, plan, report
 from .locate import DEFAULT_TARGET, locate_draft, shipped_draft
 from .options import (
     SAMPLING,
@@ -328,6 +328,8 @@ def chat(
 app.command()(regenerate)
 app.command()(train)
 app.command()(bench)
+app.command()(report)
+app.command()(plan)
 
 
 @app.command()

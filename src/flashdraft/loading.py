@@ -27,12 +27,13 @@ def load_folder(path: Path, dtype: torch.dtype, name: str) -> tuple[Any, Any]:
     """(model, tokenizer) of a folder, on the CPU. Raises FlashdraftError with one sentence."""
     folder = check_folder(path)
     with quiet_transformers():
-        config = _config(folder, name)
+        config = read_config(folder, name)
         check_size(config, folder.num_weights, name, "quantization_config" in folder.config)
         return _model(folder, config, dtype, name), _tokenizer(path, name)
 
 
-def _config(folder: ModelFolder, name: str) -> Any:
+def read_config(folder: ModelFolder, name: str) -> Any:
+    """The configuration of a decoder-only causal LM that transformers itself knows; no code is run."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

@@ -131,8 +131,10 @@ def run_bench(
     target = target or Target.load(config.target, dtype=config.dtype, device=config.device)
     tasks = read_tasks(config.tasks, config.prompts, target)
     settings = asdict(config) | {"out": None}
-    file = RecordFile(config.out, {"settings": json.loads(json.dumps(settings)), "environment": environment(target)})
     drafters = [make_drafter(target, arm.drafter, arm.draft, arm.block_size) for arm in arms]
+    ways = {arm_name(a): {"method": d.name, "tree": d.drafts_trees} for a, d in zip(arms, drafters, strict=True)}
+    header = {"settings": json.loads(json.dumps(settings)), "environment": environment(target), "arms": ways}
+    file = RecordFile(config.out, header)
     cells = [(arm_name(arm), drafter) for arm, drafter in zip(arms, drafters, strict=True)]
     parts = [
         _Bench(config, target, tasks, cells, rows, temperature, file)

@@ -14,6 +14,9 @@ from .summary import Interval, Summary
 from .svg import Curve, Dot, Stack
 from .tables import interval
 
+# Shares of fewer rounds than this are not drawn; the tables have them.
+FEW = 10
+
 Setting = tuple[float, int]  # temperature, rows
 
 
@@ -44,7 +47,7 @@ def speed_plot(summaries: Sequence[Summary]) -> str:
     return svg.dots(
         "Speed over plain decoding, per domain",
         "; ".join(f"{s.task}, {label(s.cell)}: {interval(s.ratio)}{_loses(s)}" for s in own),
-        groups, 1.0, "times plain decoding's tokens a second (dashed: plain; hollow: slower)",
+        groups, 1.0, "times as fast (dashed: plain decoding; hollow: slower)",
     )  # fmt: skip
 
 
@@ -94,15 +97,17 @@ def slot_plots(task: str, summaries: Sequence[Summary], marks: Mapping[Cell, int
         ("survival", "share of rounds that kept slots 1 to k"),
         ("conditional", "share kept, of rounds that kept all before"),
     ):
-        lines = [
-            Curve(label(s.cell), tuple((k, getattr(slot, name)) for k, slot in enumerate(s.slots, 1)), marks[s.cell])
-            for s in summaries
-            if s.task == task and s.slots
-        ]
+        lines = [Curve(label(s.cell), _shares(s, name), marks[s.cell]) for s in summaries if s.task == task and s.slots]
         title = f"{task}: {'survival' if name == 'survival' else 'conditional acceptance'} per slot"
         told = "; ".join(f"{c.label}: " + ", ".join(f"{y:.2f}" for _, y in c.points if y == y) for c in lines)
         plots.append(svg.curves(title, told, lines, ("drafted slot", said), y_top=1.0))
     return plots
+
+
+def _shares(summary: Summary, name: str) -> tuple[tuple[float, float], ...]:
+    """A slot's share, as far as enough rounds came there."""
+    counts = {k: slot.drafted if name == "survival" else slot.reached for k, slot in enumerate(summary.slots, 1)}
+    return tuple((k, getattr(slot, name)) for k, slot in enumerate(summary.slots, 1) if counts[k] >= FEW)
 
 
 def time_plot(summaries: Sequence[Summary]) -> str:

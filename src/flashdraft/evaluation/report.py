@@ -26,7 +26,7 @@ _STYLE = (
     "background:var(--paper);overflow-wrap:anywhere}"
     "h1{font-size:1.6rem;line-height:1.2}h2{margin-top:2.2rem;border-bottom:1px solid var(--line)}"
     "h3{margin-bottom:.3rem}a{color:var(--c0)}nav ul{display:flex;flex-wrap:wrap;gap:.3em 1.2em;padding:0;list-style:none}"
-    ".plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,340px),1fr));gap:1rem;align-items:start}"
+    ".plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:1.6rem 2rem;margin:1rem 0;align-items:start}"
     "figure{margin:0;min-width:0;max-width:560px}figure svg{display:block;width:100%;height:auto;overflow:visible}"
     "figcaption{font-weight:600;margin:.2rem 0 .4rem}"
     ".scroll{overflow-x:auto;max-width:100%;border:1px solid var(--line);border-radius:6px}"
@@ -117,12 +117,14 @@ def _setting(setting: figures.Setting, summaries: Sequence[Summary], mean: bool,
     tasks = sorted({s.task for s in slots if s.slots})
     acceptance = "".join(_figure(plot) for task in tasks for plot in figures.slot_plots(task, slots, marks))
     inner = (
-        f"{_table(tables.HEADS, _summary_rows(own, mean), 'all figures')}"
         f"<div class='plots'>{_figure(figures.speed_plot(own), 'Speed over plain decoding, per domain')}"
         f"{_figure(figures.tau_plot(own), 'Acceptance length, per domain')}"
         f"{_figure(figures.time_plot(own), 'Where a round&#8217;s time goes')}</div>"
+        f"<h3>All figures</h3>{_table(tables.HEADS, _summary_rows(own, mean), 'all figures')}"
         f"<h3>Acceptance per drafted slot</h3><p>The largest block of each arm. Survival: slots 1 to k were all kept. "
-        f"Conditional: slot k was, where all before it were.</p><div class='plots'>{acceptance}</div>"
+        f"Conditional: slot k was, where all before it were. Shares of fewer than {figures.FEW} rounds are not drawn.</p>"
+        f"<div class='plots'>{acceptance}</div>"
+        f"<details><summary>Counts of every slot</summary>{_table(SLOTS, slot_rows(own), 'counts of every slot')}</details>"
     )
     if first:
         return f"<h2>{name}</h2>{inner}"
@@ -136,16 +138,23 @@ def _figure(plot: str, caption: str = "") -> str:
 
 
 def _summary_rows(own: Sequence[Summary], mean: bool) -> list[tuple[str, tuple[str, ...]]]:
-    kinds = ("plain", "lost", "")
-    rows = [
-        (kinds[0] if s.cell.arm == PLAIN else kinds[1] if figures.loses(s) else kinds[2], tables.cells(s)) for s in own
-    ]
+    """Domain after domain, plain decoding first."""
+    ordered = sorted(own, key=lambda s: (s.task, s.cell.arm != PLAIN, s.cell))
+    rows = [("plain" if s.cell.arm == PLAIN else "lost" if figures.loses(s) else "", _cells(s)) for s in ordered]
     return rows + [("mean", _mean_cells(s, value)) for s, value in (means(own) if mean else [])]
+
+
+def _cells(summary: Summary) -> tuple[str, ...]:
+    """As on the terminal; a loss is said, not only coloured."""
+    cells = list(tables.cells(summary))
+    if figures.loses(summary):
+        cells[tables.HEADS.index("ratio to plain")] += " slower"
+    return tuple(cells)
 
 
 def _mean_cells(summary: Summary, value: float) -> tuple[str, ...]:
     cells = ["", *tables.cells(summary)[1:5], *[""] * (len(tables.HEADS) - 5)]
-    cells[0], cells[tables.HEADS.index("ratio to plain")] = "harmonic mean of the domains above", f"{value:.2f}"
+    cells[0], cells[tables.HEADS.index("ratio to plain")] = "mean (harmonic)", f"{value:.2f}"
     return tuple(cells)
 
 
@@ -162,6 +171,28 @@ def _table(heads: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]], said
         f"<div class='scroll' tabindex='0' role='region' aria-label='{shown(said)}'><table><thead><tr>{head}</tr></thead>"
         f"<tbody>{body}</tbody></table></div>"
     )
+
+
+SLOTS = ("domain", "arm", "T", "rows", "slot", "rounds", "kept", "reached", "survival", "conditional")
+
+
+def slot_rows(summaries: Sequence[Summary]) -> list[tuple[str, tuple[str, ...]]]:
+    """Of every slot: rounds that drafted it, kept it, kept all before it, and the shares."""
+    return [
+        (
+            "",
+            (
+                s.task, figures.label(s.cell), f"{s.cell.temperature:g}", str(s.cell.rows), str(k), str(slot.drafted),
+                str(slot.kept), str(slot.reached), _share(slot.survival), _share(slot.conditional),
+            ),
+        )
+        for s in summaries
+        for k, slot in enumerate(s.slots, 1)
+    ]  # fmt: skip
+
+
+def _share(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.3f}"
 
 
 PREDICTED = (
@@ -259,13 +290,8 @@ def markdown_page(
         if mean:
             rows = [_mean_cells(s, value) for s, value in means(summaries)]
             parts += [_md_table(tables.HEADS, rows), ""]
-        slots = [
-            (s.task, figures.label(s.cell), f"{s.cell.temperature:g}", str(s.cell.rows), str(k), str(slot.drafted),
-             f"{slot.survival:.3f}", f"{slot.conditional:.3f}")
-            for s in summaries for k, slot in enumerate(s.slots, 1)
-        ]  # fmt: skip
-        heads = ("domain", "arm", "T", "rows", "slot", "drafted", "survival", "conditional")
-        parts += ["### Acceptance per drafted slot", "", _md_table(heads, slots), ""]
+        slots = [cells for _, cells in slot_rows(summaries)]
+        parts += ["### Acceptance per drafted slot", "", _md_table(SLOTS, slots), ""]
         found = plans(recorded, costs)
         if found:
             parts += ["### Predicted and measured", "", _md_table(PREDICTED, predicted_rows(found)), ""]

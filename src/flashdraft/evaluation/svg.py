@@ -24,7 +24,8 @@ STYLE = (
     + "".join(f"--c{i}:{c};" for i, c in enumerate(_LIGHT))
     + "}@media (prefers-color-scheme:dark){:root{--ink:#ececec;--soft:#b0b0b0;--line:#4a4a4a;--paper:#16181b;"
     + "".join(f"--c{i}:{c};" for i, c in enumerate(_DARK))
-    + "}}svg{font:12px system-ui,sans-serif}svg text{fill:var(--ink)}svg .soft{fill:var(--soft)}"
+    + "}}svg{font:12px system-ui,sans-serif}svg text{fill:var(--ink);paint-order:stroke;stroke:var(--paper);stroke-width:3px;"
+    "stroke-linejoin:round}svg .soft{fill:var(--soft)}"
     "svg .axis{stroke:var(--line);stroke-width:1}svg .base{stroke:var(--soft);stroke-width:1.5;stroke-dasharray:4 3}"
     "svg .series{fill:none;stroke-width:2}"
     + "".join(f"svg .s{i}{{stroke:var(--c{i})}}svg .f{i}{{fill:var(--c{i})}}" for i in range(NUM_COLOURS))
@@ -150,12 +151,12 @@ def curves(
     for curve in series:
         body += _curve(curve, x, y)
     body.append(_text((left + right) / 2, bottom + 32, axes[0], "text-anchor='middle' class='soft'"))
-    body.append(_text(0, top - 1, axes[1], "class='soft'"))
+    body.append(_text(0, top - 12, axes[1], "class='soft'"))
     height = bottom + 44
     for curve in series:
         body += _legend(curve, height)
         height += 18
-    return _svg(title, description, height, body, above=14)
+    return _svg(title, description, height, body, above=16)
 
 
 def _curve(curve: Curve, x: Callable[[float], float], y: Callable[[float], float]) -> list[str]:
