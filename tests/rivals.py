@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bed import CONFIGS, DTYPES, PROMPTS, VOCAB, decode, make_model, tiny_target
+from bed import CONFIGS, DTYPES, PROMPTS, VOCAB, decode, make_model, random_network, tiny_target, trained_network
+from flashdraft.drafters.dflash import DFlashDrafter, DFlashNetwork
+from flashdraft.drafters.dflash_ablations import OwnContextDrafter
 from flashdraft.drafters.draft_model import DraftModelDrafter
 from flashdraft.drafters.eagle3 import Eagle3Drafter, Eagle3Network, TreeShape
 from flashdraft.drafters.eagle3_folder import Eagle3Config
@@ -184,3 +187,70 @@ class Recorder:
             sampler._noise = {}
             self.rounds.append((list(self.tokens[row]), draft.tokens_BN[b, :size].tolist(), parents, law, sampler))
         return draft
+
+
+# -- DFlash without its parts --------------------------------------------------------------------------
+
+
+def own_context_states(
+    network: DFlashNetwork,
+    target: Target,
+    tokens: torch.Tensor,
+    features: torch.Tensor,
+    anchors: torch.Tensor,
+    blocks: torch.Tensor,
+) -> torch.Tensor:
+    """Final states [A, B, D] of blocks at some anchors, the context in the same pass, without a cache.
+
+    One sequence: all tokens, then the blocks; masks say who sees whom."""
+    size, (count, width) = len(tokens), blocks.shape
+    embeds = target.embed(torch.cat([tokens, blocks.flatten()]))
+    if network.config.context == "fused":
+        fused = network.fuse(features)  # of position t, which predicted token t + 1
+        added = torch.zeros_like(embeds)
+        added[1:size] = fused[: size - 1]
+        added[size::width] = fused[anchors - 1]
+        embeds = embeds + added
+    positions = torch.cat([torch.arange(size), (anchors[:, None] + torch.arange(width)).flatten()])
+    owner = torch.cat([torch.full((size,), -1), torch.arange(count).repeat_interleave(width)])
+    end = torch.cat([torch.arange(size) + 1, anchors.repeat_interleave(width)])  # context seen ends here
+    slot = torch.arange(len(positions))
+    mask = (slot[None] < end[:, None]) & (owner[None] < 0) | (owner[None] == owner[:, None]) & (owner[:, None] >= 0)
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2)
+
+    return network(embeds[None], positions[None], attend)[0, size:].unflatten(0, (count, width))
+
+
+@functools.cache
+def own_context_network(context: str, family: str = "llama", dtype: str = "float64") -> DFlashNetwork:
+    target = tiny_target(family, "float32")
+    network = random_network(target, std=0.12, context=context, target_layer_ids=(0, 1) if context == "fused" else ())
+    network.requires_grad_(True)
+
+    def loss(tokens: torch.Tensor, features: torch.Tensor, start: int) -> Any:
+        anchors = torch.arange(start, len(tokens) - 8, 2)
+        blocks = torch.full((len(anchors), 8), network.config.mask_token_id)
+        blocks[:, 0] = tokens[anchors]
+        states = own_context_states(network, target, tokens, features, anchors, blocks)
+        labels = tokens[anchors[:, None] + torch.arange(1, 8)]
+        return F.cross_entropy(target.head(states[:, 1:]).flatten(0, 1), labels.flatten())
+
+    parts = [
+        functools.partial(loss, *sample, len(prompt))
+        for sample, prompt in zip(samples(family, (0, 1)), PROMPTS, strict=True)
+    ]
+    taught(network, parts, 90)
+    return network.to(DTYPES[dtype])
+
+
+def own_context(context: str, family: str, dtype: str, block_size: int) -> OwnContextDrafter:
+    return OwnContextDrafter(own_context_network(context, family, dtype), tiny_target(family, dtype), block_size)
+
+
+def several_passes(passes: int, family: str, dtype: str, block_size: int) -> DFlashDrafter:
+    """DFlash with more passes over a block; 0: left to right."""
+    network = copy.copy(trained_network(family, dtype))
+    network.config = dataclasses.replace(network.config, autoregressive=not passes)
+    return DFlashDrafter(network, tiny_target(family, dtype), block_size, passes=passes or 1)

@@ -27,6 +27,11 @@ DRAFTERS: dict[str, Callable[[str, str, int], Drafter]] = {
     "medusa": rivals.medusa,
     "eagle3": rivals.eagle3,
     "medusa-tree": functools.partial(rivals.medusa, tree=True),
+    "dflash-passes2": functools.partial(rivals.several_passes, 2),
+    "dflash-passes4": functools.partial(rivals.several_passes, 4),
+    "dflash-left": functools.partial(rivals.several_passes, 0),
+    "dflash-fused": functools.partial(rivals.own_context, "fused"),
+    "dflash-none": functools.partial(rivals.own_context, "none"),
     "eagle3-tree": functools.partial(rivals.eagle3, tree=rivals.TREE),
 }
 MODES: dict[str, dict[str, Any]] = {

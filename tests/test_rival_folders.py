@@ -13,7 +13,10 @@ from safetensors.torch import load_file, save_file
 import rivals
 from bed import PROMPTS, VOCAB, decode, tiny_target
 from cli_bed import save_target
+from flashdraft import checkpoint
 from flashdraft.drafters import drafter_name, eagle3_folder, make_drafter, medusa
+from flashdraft.drafters.dflash import DFlashDrafter
+from flashdraft.drafters.dflash_ablations import OwnContextDrafter
 from flashdraft.drafters.eagle3 import Eagle3Drafter
 from flashdraft.drafters.medusa import MedusaDrafter
 from flashdraft.target import Target
@@ -264,3 +267,33 @@ def test_names_follow_the_folder(medusa_folder: Path, eagle_folder: Path) -> Non
     assert drafter_name(None, eagle_folder) == "eagle3"
     assert drafter_name(None, medusa_folder) == "medusa"
     assert drafter_name(None, None) == "none"
+
+
+# -- DFlash without its parts ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("context", ["fused", "none"])
+def test_ablations_survive_the_disk(context: str, tmp_path: Path) -> None:
+    network = rivals.own_context_network(context, "llama", "float32")
+    checkpoint.write(tmp_path, network.config, network.state_dict())
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert raw["architectures"] == ["DFlashAblationModel"]
+    loaded = make_drafter(TARGET, None, tmp_path, 6)
+    assert isinstance(loaded, OwnContextDrafter) and loaded.network.config == network.config
+    assert same_drafts(loaded, rivals.own_context(context, "llama", "float32", 6))
+    with pytest.raises(FlashdraftError, match=f"^the draft's context is '{context}'; load it with make_drafter"):
+        DFlashDrafter.load(tmp_path, TARGET)
+
+
+def test_ablations_go_by_another_name(tmp_path: Path) -> None:
+    """A program that knows DFlash only must not run one as DFlash, and a DFlash draft has no such keys."""
+    network = rivals.several_passes(0, "llama", "float32", 4).network
+    checkpoint.write(tmp_path, network.config, network.state_dict())
+    loaded = make_drafter(TARGET, "dflash", tmp_path)
+    assert isinstance(loaded, DFlashDrafter) and loaded.passes == 8
+    assert make_drafter(TARGET, "dflash", tmp_path, 4).max_draft_tokens == 3
+    change(tmp_path, architectures=["DFlashDraftModel"])
+    with pytest.raises(FlashdraftError, match=r"autoregressive are for architectures \['DFlashAblationModel'\] only"):
+        checkpoint.read(tmp_path)
+    with pytest.raises(FlashdraftError, match=r"^passes is 0; expected 1 to 1024"):
+        DFlashDrafter(rivals.trained_network("llama", "float32"), TARGET, passes=0)

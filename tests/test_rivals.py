@@ -13,6 +13,7 @@ import rivals
 from bed import CONFIGS as FAMILIES
 from bed import PROMPTS, VOCAB, byte_tokenizer, decode, make_model, tiny_target
 from flashdraft.drafters import make_drafter
+from flashdraft.drafters.dflash import DFlashNetwork
 from flashdraft.drafters.draft_model import DraftModelDrafter
 from flashdraft.drafters.drawing import likeliest
 from flashdraft.drafters.eagle3 import Eagle3Network
@@ -40,7 +41,7 @@ def features_of(tokens: list[int], layer_ids: tuple[int, ...]) -> torch.Tensor:
     target = tiny_target()
     out = target.forward(torch.tensor([tokens]), target.new_cache(1, len(tokens)), [0], layer_ids=layer_ids)
     assert out.features_BTF is not None
-    return out.features_BTF[0]
+    return out.features_BTF[0].clone()  # no inference tensor
 
 
 def rms(x: Vector, weight: Vector, eps: float = 1e-6) -> Vector:
@@ -269,6 +270,58 @@ def test_likeliest_obeys_the_noise() -> None:
     assert all(math.isinf(row[2]) for row in values)
 
 
+# -- DFlash, in more passes and without its parts ----------------------------------------------------------
+
+
+@torch.no_grad()
+def block_by_hand(network: DFlashNetwork, tokens: list[int], block: list[int]) -> Vector:
+    """Logits [B, V] of a block behind committed tokens, by KV injection, without a cache."""
+    context = network.project_context(features_of(tokens[:-1], (0, 1)), torch.arange(len(tokens) - 1))
+
+    def attend(layer: int, q: Vector, k: Vector, v: Vector) -> Vector:
+        before = [part.transpose(0, 1)[None] for part in context[layer]]
+        keys, values = (torch.cat([old, new], dim=2) for old, new in zip(before, (k, v), strict=True))
+        return torch.nn.functional.scaled_dot_product_attention(q, keys, values, enable_gqa=True).transpose(1, 2)
+
+    positions = torch.arange(len(block))[None] + len(tokens) - 1
+    states = network(tiny_target().embed(torch.tensor([block])), positions, attend)
+    logits = tiny_target().head(states)[0]
+    return logits.float()
+
+
+@pytest.mark.parametrize("passes", [2, 4, 0])
+def test_more_passes_fill_the_most_confident_slots_first(passes: int) -> None:
+    """Diffusion sampling: each pass fixes its share of the slots that are surest, and the rest is
+    filled again with those known. 0: left to right, one pass a token."""
+    network = rivals.trained_network("llama")
+    for tokens, drafted, *_ in recorded(rivals.several_passes(passes, "llama", "float64", 8)).rounds[::2]:
+        block = [tokens[-1]] + [VOCAB - 1] * len(drafted)
+        masked = list(range(1, len(block)))
+        for left in range(min(passes or 8, len(drafted)), 0, -1):
+            logits = block_by_hand(network, tokens, block)
+            best = {n: (float(logits[n].log_softmax(-1).max()), int(logits[n].argmax())) for n in masked}
+            share = math.ceil(len(masked) / left)
+            chosen = sorted(masked, key=lambda n: -best[n][0])[:share] if passes else masked[:1]
+            for n in chosen:
+                block[n] = best[n][1]
+                masked.remove(n)
+        assert block[1:] == drafted and not masked
+
+
+@pytest.mark.parametrize("context", ["fused", "none"])
+def test_own_context_equals_one_pass_over_everything(context: str) -> None:
+    """Context and block in one pass without a cache: features at the input only, or none at all."""
+    network = rivals.own_context_network(context)
+    for tokens, drafted, *_ in recorded(rivals.own_context(context, "llama", "float64", 6)).rounds[::2]:
+        if not drafted:
+            continue
+        ids, features = torch.tensor(tokens), features_of(tokens[:-1], (0, 1))
+        block = torch.tensor([[tokens[-1]] + [VOCAB - 1] * len(drafted)])
+        anchors = torch.tensor([len(tokens) - 1])
+        states = rivals.own_context_states(network, tiny_target(), ids[:-1], features, anchors, block)
+        assert drafted == tiny_target().head(states[0, 1:]).argmax(-1).tolist()
+
+
 # -- all of them ---------------------------------------------------------------------------------------
 
 MADE = {
@@ -277,6 +330,9 @@ MADE = {
     "eagle3": lambda: rivals.eagle3("llama", "float64", 4),
     "medusa-tree": lambda: rivals.medusa("llama", "float64", 5, tree=True),
     "eagle3-tree": lambda: rivals.eagle3("llama", "float64", 4, TREE),
+    "passes": lambda: rivals.several_passes(2, "llama", "float64", 6),
+    "fused": lambda: rivals.own_context("fused", "llama", "float64", 6),
+    "none": lambda: rivals.own_context("none", "llama", "float64", 6),
 }
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import safe_open
 
-from .draft_config import ARCHITECTURE, FULL, SLIDING, DraftConfig, parse_config
+from .draft_config import ABLATION, ARCHITECTURE, FULL, SLIDING, DraftConfig, parse_config
 from .draft_folder import (
     TRAINING,
     VOCAB,
@@ -79,11 +79,9 @@ def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every weight of a draft."""
     hidden, ff, dim = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_heads * dim, config.num_kv_heads * dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, len(config.target_layer_ids) * hidden),
-        "hidden_norm.weight": (hidden,),
-        "norm.weight": (hidden,),
-    }
+    shapes: dict[str, tuple[int, ...]] = {"norm.weight": (hidden,)}
+    if config.context != "none":
+        shapes |= {"fc.weight": (hidden, len(config.target_layer_ids) * hidden), "hidden_norm.weight": (hidden,)}
     for i in range(config.num_layers):
         layer = f"layers.{i}."
         shapes |= {layer + "input_layernorm.weight": (hidden,), layer + "post_attention_layernorm.weight": (hidden,)}
@@ -168,8 +166,10 @@ def config_json(config: DraftConfig, dtype: torch.dtype) -> dict[str, Any]:
         inner["output_multiplier"] = config.output_multiplier
     if config.softcap is not None:
         inner["final_logit_softcapping"] = config.softcap
+    if config.is_ablation:
+        inner |= {"context": config.context, "autoregressive": config.autoregressive}
     raw: dict[str, Any] = {
-        "architectures": [ARCHITECTURE],
+        "architectures": [ABLATION if config.is_ablation else ARCHITECTURE],
         "model_type": "qwen3",
         "dtype": str(dtype).removeprefix("torch."),
         "hidden_size": config.hidden_size,

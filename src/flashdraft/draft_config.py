@@ -15,6 +15,9 @@ from .config_keys import MOST, Keys, is_number, read_rope, short
 from .types import FlashdraftError
 
 ARCHITECTURE = "DFlashDraftModel"
+# DFlash without one of its parts (drafters/dflash_ablations.py): another name, so that no engine runs it as DFlash
+ABLATION = "DFlashAblationModel"
+CONTEXTS = ("injected", "fused", "none")
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 # Upper bounds that no draft comes near: a broken file must not make us allocate what it claims.
@@ -24,7 +27,7 @@ MOST_BLOCK = 1024
 # Keys that published files hold in `dflash_config`, some of them at the top level: looked at there first.
 _INNER = {
     "mask_token_id", "target_layer_ids", "block_size", "num_target_layers", "input_embedding_scale",
-    "output_multiplier", "final_logit_softcapping",
+    "output_multiplier", "final_logit_softcapping", "context", "autoregressive",
 }  # fmt: skip
 
 # Other methods and formats, by a part of their architecture's name. One sentence is all they get.
@@ -69,6 +72,8 @@ class DraftConfig:
     `windows[i]` is layer i's sliding window or None; `causal[i]` says whether a slot of that layer
     sees no later ones. `block_size` counts the anchor. `target_layer_ids`: outputs of the target's
     decoder layers, counted from 0, joined in this order. `num_target_layers` 0 is not known.
+    `context`: how features of the context reach the network ("injected" is DFlash); `autoregressive`:
+    a block is filled left to right, a pass for each token.
     """
 
     hidden_size: int
@@ -90,10 +95,16 @@ class DraftConfig:
     embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     softcap: float | None = None
+    context: str = "injected"
+    autoregressive: bool = False
 
     @property
     def num_layers(self) -> int:
         return len(self.windows)
+
+    @property
+    def is_ablation(self) -> bool:
+        return self.context != "injected" or self.autoregressive
 
 
 def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> DraftConfig:
@@ -105,6 +116,7 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> DraftCon
     """
     _refuse_other_methods(raw, where)
     keys = Keys(raw, "dflash_config", _INNER)
+    context = _context(keys)
     num_heads = keys.integer("num_attention_heads")
     windows, causal = _layer_kinds(keys, keys.integer("num_hidden_layers", most=_MOST_LAYERS))
     config = DraftConfig(
@@ -115,7 +127,7 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> DraftCon
         num_kv_heads=keys.integer("num_key_value_heads", default=num_heads if "num_key_value_heads" in raw else 32),
         head_dim=keys.integer("head_dim", default=128),
         vocab_size=keys.integer("vocab_size"),
-        target_layer_ids=_layer_ids(keys),
+        target_layer_ids=() if context == "none" else _layer_ids(keys),
         num_target_layers=0 if keys.get("num_target_layers") is None else keys.integer("num_target_layers"),
         block_size=keys.integer("block_size", most=MOST_BLOCK, default=16),
         mask_token_id=keys.integer("mask_token_id", least=0),
@@ -128,6 +140,8 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> DraftCon
         embedding_scale=keys.number("input_embedding_scale", 1.0),
         output_multiplier=keys.number("output_multiplier", 1.0),
         softcap=_softcap(keys),
+        context=context,
+        autoregressive=keys.get("autoregressive") is True,
     )
     problems = keys.problems + _contradictions(config, keys)
     if problems:
@@ -142,7 +156,7 @@ def _refuse_other_methods(raw: Mapping[str, Any], where: str) -> None:
             f"expected the z-lab layout (architectures [{ARCHITECTURE!r}] and dflash_config)."
         )
     names = raw.get("architectures")
-    if names is None or names == [ARCHITECTURE]:  # left out by some; then the other keys must do
+    if names is None or names in ([ARCHITECTURE], [ABLATION]):  # left out by some; then the other keys must do
         return
     text = str(names).lower().replace("_", "")
     found = next((meaning for part, meaning in _OTHER_METHODS.items() if part in text), None)
@@ -178,6 +192,20 @@ def _layer_ids(keys: Keys) -> tuple[int, ...]:
         return tuple(value)
     keys.problem("target_layer_ids", value, "a list of layer numbers counted from 0")
     return (0,)
+
+
+def _context(keys: Keys) -> str:
+    value = "injected" if keys.get("context") is None else keys.get("context")
+    if value not in CONTEXTS or keys.get("autoregressive") not in (None, True, False):
+        keys.problem(
+            "context and autoregressive",
+            (value, keys.get("autoregressive")),
+            f"one of {', '.join(CONTEXTS)}, and true or false",
+        )
+        return "injected"
+    if keys.top.get("architectures") != [ABLATION] and (value != "injected" or keys.get("autoregressive")):
+        keys.problems.append(f"context {short(value)} and autoregressive are for architectures [{ABLATION!r}] only")
+    return str(value)
 
 
 def _softcap(keys: Keys) -> float | None:

@@ -95,10 +95,15 @@ def _ngram(target: Target, draft: str | Path | None, block_size: int | None) -> 
     return NGramDrafter() if block_size is None else NGramDrafter(block_size)
 
 
-def _dflash(target: Target, draft: str | Path, block_size: int | None) -> Drafter:
+def _dflash(target: Target, draft: str | Path, block_size: int | None, *, passes: int = 1) -> Drafter:
+    """passes: of the network over a block, the most confident slots first; the paper uses one."""
+    from .. import checkpoint
     from .dflash import DFlashDrafter
+    from .dflash_ablations import OwnContextDrafter
 
-    return DFlashDrafter.load(locate_draft(draft), target, block_size)
+    folder = locate_draft(draft)
+    kind = DFlashDrafter if checkpoint.read(folder)[0].context == "injected" else OwnContextDrafter
+    return kind.load(folder, target, block_size, passes)
 
 
 def _draft_model(target: Target, draft: str | Path, block_size: int | None) -> Drafter:

@@ -26,7 +26,7 @@ from ..cache import KVCache
 from ..draft_config import MOST_BLOCK, DraftConfig
 from ..sampling import RowSampler
 from ..types import Commit, Draft, FlashdraftError
-from .drawing import draw, spread
+from .drawing import draw, likeliest, spread
 from .layers import RMSNorm, RotaryEmbedding, SwiGLU, rotate
 
 if TYPE_CHECKING:
@@ -88,17 +88,23 @@ class DFlashNetwork(nn.Module):
         super().__init__()
         self.config = config
         hidden = config.hidden_size
-        self.fc = nn.Linear(len(config.target_layer_ids) * hidden, hidden, bias=False)
-        self.hidden_norm = RMSNorm(hidden, config.rms_norm_eps)
+        if config.context != "none":
+            self.fc = nn.Linear(len(config.target_layer_ids) * hidden, hidden, bias=False)
+            self.hidden_norm = RMSNorm(hidden, config.rms_norm_eps)
         self.layers = nn.ModuleList(DFlashLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(hidden, config.rms_norm_eps)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_context)
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """Context features [..., F] -> [..., D]."""
+        out: torch.Tensor = self.hidden_norm(self.fc(features))
+        return out
 
     def project_context(
         self, features_CF: torch.Tensor, positions_C: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values [C, kv heads, d] of context features, for every layer (KV injection)."""
-        context = self.hidden_norm(self.fc(features_CF))
+        context = self.fuse(features_CF)
         cos, sin = self._table(positions_C, context.dtype)
         return [layer.self_attn.keys_values(context, cos, sin) for layer in self.layers]  # type: ignore[operator, union-attr]
 
@@ -140,9 +146,12 @@ class DFlashDrafter:
         target: its embedding and head are borrowed; the model is not called.
         block_size: None takes the network's; others work, with fewer accepted tokens.
         vocab_ids: the only ids it proposes, rising; None is all of them.
+        passes: of the network over a block. DFlash needs one; more fix the most confident slots of each
+            pass and fill the rest again (an autoregressive draft: the first slot, until all are filled).
     """
 
     name = "dflash"
+    contexts: tuple[str, ...] = ("injected",)
     drafts_trees = False
 
     def __init__(
@@ -151,16 +160,22 @@ class DFlashDrafter:
         target: Target,
         block_size: int | None = None,
         vocab_ids: torch.Tensor | None = None,
+        passes: int = 1,
     ) -> None:
         checkpoint.check_against(network.config, target)
+        if network.config.context not in self.contexts:
+            raise FlashdraftError(f"the draft's context is {network.config.context!r}; load it with make_drafter.")
         size = block_size if block_size is not None else network.config.block_size
         if not 1 <= size <= MOST_BLOCK:
             raise FlashdraftError(f"block_size is {size}; expected 1 (the anchor alone) to {MOST_BLOCK}.")
-        dtype = network.fc.weight.dtype
+        if not 1 <= passes <= MOST_BLOCK:
+            raise FlashdraftError(f"passes is {passes}; expected 1 to {MOST_BLOCK}.")
+        dtype = network.norm.weight.dtype
         if dtype != target.dtype:
             raise FlashdraftError(f"the draft network is in {dtype}; expected the target's {target.dtype}.")
         self.network = network.eval()
         self.block_size = size
+        self.passes = size if network.config.autoregressive else passes
         self.max_draft_tokens = size - 1
         self.target_layer_ids = network.config.target_layer_ids if size > 1 else ()
         self._embed = target.embed
@@ -178,7 +193,7 @@ class DFlashDrafter:
         self._device = target.device
 
     @classmethod
-    def load(cls, folder: str | Path, target: Target, block_size: int | None = None) -> DFlashDrafter:
+    def load(cls, folder: str | Path, target: Target, block_size: int | None = None, passes: int = 1) -> DFlashDrafter:
         """From a draft folder (checkpoint.py). Raises FlashdraftError if it does not fit the target."""
         config, weights = checkpoint.read(folder)
         checkpoint.check_against(config, target, str(folder))
@@ -189,7 +204,7 @@ class DFlashDrafter:
         network.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_context)
         network.requires_grad_(False)
         vocab_ids = checkpoint.read_vocab(folder, config)
-        return cls(network.to(device=target.device, dtype=target.dtype), target, block_size, vocab_ids)
+        return cls(network.to(device=target.device, dtype=target.dtype), target, block_size, vocab_ids, passes)
 
     def open(self, rows: int, capacity: int) -> DFlashState:
         return DFlashState(rows, capacity, self.block_size)
@@ -226,6 +241,8 @@ class DFlashDrafter:
         width = max(lengths)
         if width == 0:
             return Draft(torch.zeros(len(rows), 0, dtype=torch.int64, device=self._device), lengths)
+        if self.passes > 1:
+            return self._denoise(state, rows, samplers, lengths)
         logits_BNV = self._block_logits(state, rows, lengths)
         tokens_BN = torch.zeros(len(rows), width, dtype=torch.int64, device=self._device)
         probs: list[torch.Tensor | None] = []
@@ -243,19 +260,45 @@ class DFlashDrafter:
             return self._vocab_ids[sampler.choose(logits_NV)], None
         return draw(sampler, spread(logits_NV, self._vocab_ids, sampler.vocab_size))
 
-    def _block_logits(self, state: DFlashState, rows: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    def _denoise(
+        self, state: DFlashState, rows: Sequence[int], samplers: Sequence[RowSampler], lengths: tuple[int, ...]
+    ) -> Draft:
+        """Fill the blocks in several passes. The tokens of a slot depend on later slots too, so they are
+        no draws along a chain: without `probs_NV` they are point masses, for which rejection is exact."""
+        width = max(lengths)
+        config, known = self.network.config, torch.full((len(rows), width), -1, dtype=torch.int64)
+        for left in range(min(self.passes, width), 0, -1):
+            logits_BNV = spread(
+                self._block_logits(state, rows, lengths, known), self._vocab_ids, samplers[0].vocab_size
+            )
+            for b, (sampler, length) in enumerate(zip(samplers, lengths, strict=True)):
+                masked = [n for n in range(length) if known[b, n] < 0]
+                if not masked:
+                    continue
+                tokens, sure = likeliest(sampler, logits_BNV[b, :length], 1)
+                if not config.autoregressive:
+                    masked.sort(key=lambda n: -sure[n][0])
+                for n in masked[: -(-len(masked) // left)]:
+                    known[b, n] = tokens[n][0]
+        return Draft(known.clamp_(min=0).to(self._device), lengths)
+
+    def _block_logits(
+        self, state: DFlashState, rows: Sequence[int], lengths: Sequence[int], known_BN: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Logits [B, N, V] of the masked slots, from one pass over all rows' blocks; V counts the
-        draft's own vocabulary."""
+        draft's own vocabulary. known_BN: tokens of slots that are filled already, -1 for the others."""
         config = self.network.config
         width = max(lengths) + 1
         tokens = torch.full((len(rows), width), config.mask_token_id, dtype=torch.int64)
         tokens[:, 0] = torch.tensor([state.anchors[row] for row in rows])
+        if known_BN is not None:
+            tokens[:, 1:] = torch.where(known_BN < 0, tokens[:, 1:], known_BN)
         plan = AttentionPlan(state.cache, rows, width, [length + 1 for length in lengths])
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return plan.attend(layer, q, k, v, causal=config.causal[layer], window=config.windows[layer])
 
-        embeds = self._embed(tokens.to(self._device)) * config.embedding_scale
+        embeds = self._block_embeds(state, rows, tokens.to(self._device))
         hidden = self.network(embeds, plan.positions(self._device), attend)
         # flat: of this view torch would multiply row by row, with a copy of the head for each
         bare = self._head(hidden[:, 1:].flatten(0, 1)).view(len(rows), width - 1, -1)
@@ -264,3 +307,7 @@ class DFlashDrafter:
             # ids above the tokenizer's are padding of the table (the mask token is often one): no draft
             logits[..., self._num_tokens :] = -torch.inf
         return logits
+
+    def _block_embeds(self, state: DFlashState, rows: Sequence[int], tokens_BT: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self._embed(tokens_BT) * self.network.config.embedding_scale
+        return out
