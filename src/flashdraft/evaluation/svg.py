@@ -277,7 +277,8 @@ def _scale(low: float, high: float, start: float, end: float) -> Callable[[float
 
 def _ticks(low: float, high: float) -> list[float]:
     """Round numbers from `low` to at least `high`, four to seven of them."""
-    rough = max(high - low, 1e-9) / 5
+    high = high if high > low else low + 1
+    rough = (high - low) / 5
     power = 10 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * 0.999)
     return [low + n * step for n in range(math.ceil((high - low) / step - 1e-9) + 1)]
