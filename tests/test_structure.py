@@ -21,7 +21,8 @@ ORDER = [
     "training.regenerate", "training.config", "training.length", "training.plan", "training.flex", "training.blocks", "training.features", "training.objectives", "training.initialise",
     "training.parallel", "training.optimizer", "training.checkpoints", "training.validation", "training.progress",
     "training.trainer", "training.run",
-    "evaluation", "evaluation.tasks", "evaluation.records", "evaluation.summary", "evaluation.bench", "evaluation.tables",
+    "evaluation", "evaluation.tasks", "evaluation.records", "evaluation.summary", "evaluation.planner", "evaluation.predictions", "evaluation.bench", "evaluation.costs", "evaluation.tables",
+    "evaluation.svg", "evaluation.figures", "evaluation.token_view", "evaluation.report", "evaluation.memory", "evaluation.plan_view",
     "terminal", "chat", "doctor", "demo", "options", "training.commands", "evaluation.commands", "cli", "__init__", "__main__",
 ]  # fmt: skip
 

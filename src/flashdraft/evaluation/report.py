@@ -31,7 +31,7 @@ _STYLE = (
     "figcaption{font-weight:600;margin:.2rem 0 .4rem}"
     ".scroll{overflow-x:auto;max-width:100%;border:1px solid var(--line);border-radius:6px}"
     "table{border-collapse:collapse;font-size:.88rem;font-variant-numeric:tabular-nums}"
-    "th,td{padding:.3em .7em;text-align:right;white-space:nowrap;border-bottom:1px solid var(--line);overflow-wrap:normal}"
+    "th,td{padding:.3em .55em;text-align:right;white-space:nowrap;border-bottom:1px solid var(--line);overflow-wrap:normal}"
     "th:first-child,td:first-child,td.name,th.name,td.text{text-align:left}td.text{white-space:pre-wrap;min-width:16em}"
     "tr.lost td{color:var(--c1)}tr.plain td{color:var(--soft)}tr.mean td{font-weight:600;border-top:2px solid var(--soft)}"
     "summary{cursor:pointer;padding:.3em 0}dl{display:grid;grid-template-columns:minmax(7em,auto) 1fr;gap:.2em 1em}"

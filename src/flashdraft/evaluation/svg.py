@@ -138,7 +138,7 @@ def curves(
     y = _scale(y_ticks[0], y_ticks[-1], bottom, top)
     body = [f"<line class='axis' x1='{left}' x2='{right}' y1='{y(t):.1f}' y2='{y(t):.1f}'/>" for t in y_ticks]
     body += [_text(left - 5, y(t) + 4, _number(t), "text-anchor='end' class='soft'") for t in y_ticks]
-    body += [_text(x(t), bottom + 15, _number(t), "text-anchor='middle' class='soft'") for t in x_ticks]
+    body += [_text(x(t), bottom + 18, _number(t), "text-anchor='middle' class='soft'") for t in x_ticks]
     if base is not None:
         body.append(f"<line class='base' x1='{left}' x2='{right}' y1='{y(base):.1f}' y2='{y(base):.1f}'/>")
     if diagonal is not None:
@@ -150,9 +150,9 @@ def curves(
             )
     for curve in series:
         body += _curve(curve, x, y)
-    body.append(_text((left + right) / 2, bottom + 32, axes[0], "text-anchor='middle' class='soft'"))
+    body.append(_text((left + right) / 2, bottom + 34, axes[0], "text-anchor='middle' class='soft'"))
     body.append(_text(0, top - 12, axes[1], "class='soft'"))
-    height = bottom + 44
+    height = bottom + 46
     for curve in series:
         body += _legend(curve, height)
         height += 18
