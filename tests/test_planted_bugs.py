@@ -21,6 +21,7 @@ SOURCE = TESTS.parent / "src" / "flashdraft"
 LOSSLESS = "test_lossless.py"
 # The part of the losslessness test that sees most faults: accepted and refused drafts, ragged rows.
 FAST = "dflash-greedy-llama-float64"
+TREES = "test_trees.py"
 
 
 @dataclass(frozen=True)
@@ -215,6 +216,111 @@ BUGS = [
         "logprobs = (logits_V.float() / 0.7).log_softmax(-1)",
         "test_faults_decoding.py test_faults_text.py",
         "logprob",
+    ),
+    Bug(
+        "a sibling is seen in the tree",
+        "tree.py",
+        "            mask[node + 1] |= mask[parent + 1]\n",
+        "            mask[node + 1] |= mask[parent + 1]\n"
+        "            mask[node + 1, [n + 1 for n in range(node) if parents[n] == parent]] = True\n",
+        TREES,
+        "equals_plain and greedy-llama-float64",
+    ),
+    Bug(
+        "tree positions by slot instead of depth",
+        "attention.py",
+        "self._tree[0][:, self.num_before :].to(device)",
+        "torch.arange(self.num_tokens, device=device) + self.num_before",
+        TREES,
+        "equals_plain and greedy-llama-float64",
+    ),
+    Bug(
+        "the path is gathered in the wrong order",
+        "cache.py",
+        "index = torch.tensor(slots, dtype=torch.int64) + first",
+        "index = torch.tensor([*slots[:1], *reversed(slots[1:])], dtype=torch.int64) + first",
+        TREES,
+        "path_is_kept or moved",
+    ),
+    Bug(
+        "features of a tree by place, not by path",
+        "session.py",
+        "features_BTF[b, list(slots[b][: len(tokens)])]",
+        "features_BTF[b, : len(tokens)]",
+        TREES,
+        "path_is_kept",
+    ),
+    Bug(
+        "siblings have a noise of their own",
+        "sampling.py",
+        "enumerate(range(len(scores)) if paths is None else map(len, paths)):\n                scores[t] +=",
+        "enumerate(range(len(scores))):\n                scores[t] +=",
+        TREES,
+        "siblings or d14",
+    ),
+    Bug(
+        "Medusa: heads one off",
+        "drafters/medusa.py",
+        "pairs = list(zip(self.blocks, self.lm_heads, strict=True))[:num_heads]",
+        "pairs = list(zip(self.blocks, self.lm_heads, strict=True))[1:][:num_heads]",
+        "test_rivals.py",
+        "medusa_chain",
+    ),
+    Bug(
+        "Medusa: the state before the final norm",
+        "drafters/medusa.py",
+        "(target.num_layers,) if self.depth else ()",
+        "(target.num_layers - 1,) if self.depth else ()",
+        "test_rivals.py",
+        "medusa_chain",
+    ),
+    Bug(
+        "EAGLE-3: features off by one",
+        "drafters/eagle3.py",
+        "parts = torch.split(self.network.fuse(commit.features_CF), [",
+        "parts = torch.split(self.network.fuse(commit.features_CF).roll(1, 0), [",
+        "test_rivals.py",
+        "eagle_chain",
+    ),
+    Bug(
+        "EAGLE-2: nodes are ranked by their own probability",
+        "drafters/eagle3.py",
+        "self.scores.append(so_far + value)",
+        "self.scores.append(value + 0 * so_far)",
+        "test_rivals.py",
+        "eagle_tree",
+    ),
+    Bug(
+        "EAGLE-3: the first pair of a reused prefix is the old one",
+        "drafters/eagle3.py",
+        "state.again[row] = (token, fused)",
+        "pass",
+        "test_rivals.py",
+        "reused_prefix and eagle3",
+    ),
+    Bug(
+        "draft model: refused tokens stay in its cache",
+        "drafters/draft_model.py",
+        "while kept < min(len(fed), len(tokens)) and fed[kept] == tokens[kept]:",
+        "while kept < min(len(fed), len(tokens)):",
+        "test_rivals.py",
+        "continues_the_text",
+    ),
+    Bug(
+        "the least confident slots first",
+        "drafters/dflash.py",
+        "masked.sort(key=lambda n: -sure[n][0])",
+        "masked.sort(key=lambda n: sure[n][0])",
+        "test_rivals.py",
+        "more_passes",
+    ),
+    Bug(
+        "the anchor's feature is forgotten",
+        "drafters/dflash_ablations.py",
+        "state.cache.lengths[row]] for row in rows])",
+        "state.cache.lengths[row] - 1] for row in rows])",
+        "test_rivals.py",
+        "own_context",
     ),
     Bug(
         "the length limit counts the block",
