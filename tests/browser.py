@@ -33,8 +33,8 @@ def _run(arguments: list[str], profile: Path) -> subprocess.CompletedProcess[byt
 
 
 def _narrow(page: Path, folder: Path, width: int, height: int) -> Path:
-    """The page in a frame: a window is never narrower than 500 pixels, a phone is. The frame's own width
-    goes into the title."""
+    """The page in a frame: a window is never narrower than 500 pixels, a phone is. What is measured
+    in it goes into the title."""
     outer = folder / f"frame{width}.html"
     outer.write_text(
         f"<!doctype html><body style='margin:0'><iframe id='f' src='{page.as_uri()}' style='border:0;display:block' "
@@ -56,17 +56,11 @@ def screenshot(page: Path, out: Path, width: int, height: int, dark: bool = Fals
     return out
 
 
-def measured_width(page: Path, folder: Path, width: int) -> tuple[int, int]:
-    """How wide and high the page gets in a frame of `width` pixels: wider, and it scrolls sideways."""
+def measured(page: Path, folder: Path, width: int) -> tuple[int, int, int]:
+    """In a frame of `width` pixels: how wide and high the page gets (wider, and it scrolls sideways), and how
+    many scripts and pictures the browser found in it."""
     arguments = ["--allow-file-access-from-files", "--virtual-time-budget=3000", "--dump-dom"]
     done = _run([*arguments, _narrow(page, folder, width, 800).as_uri()], folder / "width.profile")
-    found = re.search(r"<title>(\d+) (\d+)</title>", done.stdout.decode("utf-8"))
+    found = re.search(r"<title>(\d+) (\d+) (\d+)</title>", done.stdout.decode("utf-8"))
     assert found is not None, "the browser did not measure the page"
-    return int(found[1]), int(found[2])
-
-
-def dom(page: Path, folder: Path) -> str:
-    """The page as the browser understood it."""
-    return _run(["--virtual-time-budget=1000", "--dump-dom", page.as_uri()], folder / "dom.profile").stdout.decode(
-        "utf-8"
-    )
+    return int(found[1]), int(found[2]), int(found[3])

@@ -143,9 +143,13 @@ def block_plot(plan: Plan, number: int) -> str:
     ]  # fmt: skip
     told = "; ".join(f"block {b}: {interval(r)}" for b, r in measured)
     return svg.curves(
-        f"{plan.task}, {plan.arm}: speedup against block size", f"measured {told}. {plan.advice}", lines,
+        f"{plan.task}, {plan.arm}, {_short(plan)}: speed by block size", f"measured {told}. {plan.advice}", lines,
         ("block size (1 is plain decoding)", "times plain"), base=1.0,
     )  # fmt: skip
+
+
+def _short(plan: Plan) -> str:
+    return f"T {plan.temperature:g}" + (f", {plan.rows} at a time" if plan.rows > 1 else "")
 
 
 def agreement_plot(plans: Sequence[Plan]) -> str:

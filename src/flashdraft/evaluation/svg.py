@@ -46,8 +46,7 @@ def shown(text: str) -> str:
 
 
 def _picture(found: re.Match[str]) -> str:
-    code = ord(found.group())
-    return chr(0x2400 + code) if code < 0x20 else f"\u2039{code:04X}\u203a"
+    return f"\u2039{ord(found.group()):04X}\u203a"
 
 
 @dataclass(frozen=True)

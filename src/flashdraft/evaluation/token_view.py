@@ -20,7 +20,7 @@ _KINDS = {
 STYLE = (
     ".answer{white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.9;border:1px solid var(--line);"
     "border-radius:6px;padding:.6em .8em;margin:.5em 0;unicode-bidi:isolate}"
-    ".answer span{border-radius:3px;padding:.1em 0}"
+    ".answer span span{border-radius:3px;padding:.1em 0;margin:0 1px}"
     ".k-prefill{border-bottom:2px dotted var(--soft)}"
     ".k-draft{background:color-mix(in srgb,var(--c0) 20%,transparent);border-bottom:2px solid var(--c0)}"
     ".k-bonus{background:color-mix(in srgb,var(--c1) 18%,transparent);border-bottom:3px double var(--c1);font-weight:600}"
