@@ -39,7 +39,8 @@ def _narrow(page: Path, folder: Path, width: int, height: int) -> Path:
     outer.write_text(
         f"<!doctype html><body style='margin:0'><iframe id='f' src='{page.as_uri()}' style='border:0;display:block' "
         f"width='{width}' height='{height}'></iframe><script>onload=()=>{{const d=document.getElementById('f')"
-        ".contentDocument;document.title=d.documentElement.scrollWidth+' '+d.body.scrollHeight}</script>"
+        ".contentDocument;document.title=[d.documentElement.scrollWidth,d.body.scrollHeight,"
+        "d.querySelectorAll('script,img').length].join(' ')}</script>"
     )
     return outer
 
