@@ -55,8 +55,8 @@ def test_the_docs_have_commands() -> None:
 @pytest.mark.real
 @needs_model
 @pytest.mark.parametrize(("page", "command"), RUNNABLE)
-def test_commands_run(page: str, command: str) -> None:
-    done = run(["bash", "-ec", command], cwd=ROOT, stdin=subprocess.DEVNULL)
+def test_commands_run(page: str, command: str, tmp_path: Path) -> None:
+    done = run(["bash", "-ec", command], cwd=tmp_path, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, f"{page}: {command}\n{done.stdout[-500:]}\n{done.stderr[-1500:]}"
     assert done.stdout.strip()
 
