@@ -88,7 +88,7 @@ def test_a_draft_model_by_name(tmp_path: Path) -> None:
     (plain,) = decode(target, None, [prompt], max_tokens=9, ignore_eos=True)
     (found,) = decode(target, made, [prompt], max_tokens=9, ignore_eos=True)
     assert found.token_ids == plain.token_ids and found.stats.acceptance_length == 4  # itself as draft
-    with pytest.raises(FlashdraftError, match=r"is this the target's folder\?\); as a draft model it needs --drafter"):
+    with pytest.raises(FlashdraftError, match=r"is this the target's folder\?\), which as a draft needs --drafter"):
         make_drafter(target, None, folder)
 
 

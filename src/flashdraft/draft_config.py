@@ -40,7 +40,7 @@ _OTHER_METHODS = {
     "museglimmer": "transformers' Muse Glimmer draft; expected the same network in the z-lab layout",
     "eagle": "an EAGLE draft: another method (EAGLE-3 drafts are read with --drafter eagle3)",
     "medusa": "a set of Medusa heads: another method (--drafter medusa)",
-    "forcausallm": "a language model (is this the target's folder?); as a draft model it needs --drafter draft_model",
+    "forcausallm": "a language model (is this the target's folder?), which as a draft needs --drafter draft_model",
 }
 
 # Keys that change the network and are not implemented: set to anything but these values, they are
