@@ -85,15 +85,16 @@ def card(folder: Path) -> str:
         "plain decoding\n```\n",
         "## What it is worth\n",
         "Acceptance length (tau, committed tokens a round) on prompts it was never trained on, at most "
-        f"{settings['max_new_tokens']} new tokens, {settings['dtype']}, T=1 with coupled sampling; 95 % bootstrap "
-        "intervals over prompts; survival of slot k: share of rounds that kept slots 1 to k. "
-        "`python scripts/measure_draft.py smollm2 DATA --out FILE --check-plain`:\n",
+        f"{settings['max_new_tokens']} new tokens, {settings['dtype']}"
+        + (", T=1 with coupled sampling" if any(line["temperature"] for line in measured["acceptance"]) else ", greedy")
+        + "; 95 % bootstrap intervals over prompts; survival of slot k: share of rounds that kept slots 1 to k. "
+        "`python scripts/measure_draft.py smollm2 DATA --out FILE`:\n",
         measure_draft.markdown({"acceptance": measured["acceptance"], "time": []}),
     ]
     if measured.get("time"):
         parts += [
             f"\nWall clock against plain decoding by the same program, {timed['threads']} CPU threads, one request at a time, "
-            f"prefill apart, median of {timed['repeat']} runs in turns (`--time`):\n",
+            f"at most {timed['max_new_tokens']} new tokens, prefill apart, median of {timed['repeat']} runs in turns (`--time`):\n",
             measure_draft.markdown({"acceptance": [], "time": measured["time"]}).lstrip("\n"),
         ]
     parts += [
