@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import flashdraft
 from cli_bed import PROMPT, Call, Screen, engine_answer, save_target, spawn, strict_json
-from flashdraft import cli
+from flashdraft import cli, terminal
 from flashdraft.engine import Engine
 from flashdraft.target import Target
 from flashdraft.text import encode_chat
@@ -289,7 +289,7 @@ def test_no_prompt_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waiting for a person to type a prompt and Ctrl-D would look like a hang."""
     monkeypatch.setattr(sys, "stdin", Screen())
     with pytest.raises(FlashdraftError, match="there is no prompt"):
-        cli.read_prompt(None, None)
+        terminal.read_prompt(None, None)
 
 
 @pytest.mark.parametrize(

@@ -341,9 +341,9 @@ def plant(bug: Bug, folder: Path) -> None:
     text = text.replace(bug.old, bug.new)
     if "self._blocks" in bug.new:  # a bug that needs to know the block of the round
         text = text.replace(
-            "        proposals = self._judge(",
+            "        if trees is None:\n            proposals",
             "        self._blocks = {r: [0, *d] for r, d in zip(rows, drafted, strict=True)}\n"
-            "        proposals = self._judge(",
+            "        if trees is None:\n            proposals",
         )
     file.write_text(text)
 
