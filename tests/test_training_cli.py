@@ -73,8 +73,8 @@ def test_train_then_generate(config: Path) -> None:
 def test_a_draft_tells_what_it_started_from(config: Path) -> None:
     """A card can be written from the last stage of a training alone."""
     one = ["--set", "max_steps=1", "--set", "validation=[]"]
-    assert invoke("train", str(config), *one)[0] == 0
-    first, second = config.parent / "run" / "latest", config.parent / "second"
+    assert invoke("train", str(config), *one, "--set", f"run={config.parent / 'first'}")[0] == 0
+    first, second = config.parent / "first" / "latest", config.parent / "second"
     code, _, err = invoke("train", str(config), *one, "--set", f"init_from={first}", "--set", f"run={second}")
     assert code == 0, err
     made = json.loads((second / "latest" / "training.json").read_text())

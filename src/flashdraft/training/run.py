@@ -19,7 +19,7 @@ from ..drafters.dflash import DFlashDrafter, DFlashNetwork
 from ..locate import DEFAULT_TARGET
 from ..target import Target
 from ..types import FlashdraftError
-from .config import TrainConfig, load_config
+from .config import TrainConfig, as_record, load_config
 from .data import ChatTemplate, TokenSequence, read_meta, read_sequences
 from .initialise import draft_config, draft_vocab, new_network
 from .parallel import Group
@@ -195,7 +195,7 @@ def training_info(config: TrainConfig, target: Target) -> dict[str, Any]:
     if sha256 not in (None, own):
         raise FlashdraftError(f"the data was written with another chat template than {target.name} has.")
     return {
-        "target": target.name,
+        "target": as_record(config)["target"],
         "target_sha256": checkpoint.target_digest(target),
         "chat_template": {"sha256": sha256, "thinking": thinking, "system": system},
         "data": [{"file": Path(path).name, "made_by": meta} for path, meta in made_by.items()],
