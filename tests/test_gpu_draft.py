@@ -124,7 +124,7 @@ def test_rows_are_those_of_regenerate(came_back: Path, carried: Path) -> None:
 def test_the_joined_draft_decodes_losslessly(came_back: Path, carried: Path, tmp_path: Path) -> None:
     target = Target.load(carried / "target", dtype="float32")
     drafter = DFlashDrafter.load(export.join(came_back, tmp_path / "draft"), target)
-    assert json.loads((tmp_path / "draft" / "training.json").read_text())["target"] == str(carried / "target")
+    assert json.loads((tmp_path / "draft" / "training.json").read_text())["target"] == "target"
     assert (tmp_path / "draft" / "report.md").is_file()
     prompts = unpack.read_evaluation(carried)["heldout"][:2]
     requests = [Request(p, SamplingParams(max_tokens=20, temperature=t, seed=5)) for p in prompts for t in (0.0, 1.0)]
@@ -165,9 +165,9 @@ def test_shards_that_are_damaged_or_missing_are_refused(came_back: Path, tmp_pat
 def test_large_drafts_are_split_over_shards(monkeypatch: pytest.MonkeyPatch, came_back: Path, tmp_path: Path) -> None:
     draft = export.join(came_back, tmp_path / "draft")
     size = (draft / "model.safetensors").stat().st_size
-    monkeypatch.setattr(export, "SHARD_BYTES", size // 3)
+    monkeypatch.setattr(export, "SHARD_BYTES", size // 2)
     export.write_shards(draft, tmp_path / "again")
-    assert 3 <= len(list((tmp_path / "again").glob("shard-*"))) <= export.MOST_SHARDS
+    assert 2 <= len(list((tmp_path / "again").glob("shard-*"))) <= export.MOST_SHARDS
     again = export.join(tmp_path / "again", tmp_path / "joined")
     assert (again / "model.safetensors").read_bytes() == (draft / "model.safetensors").read_bytes()
 
