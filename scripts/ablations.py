@@ -2,7 +2,8 @@
 
     python scripts/ablations.py BASE.yaml PROMPTS... --out FILE.jsonl [--only NAME...] [--prompts 20]
 
-BASE.yaml is a configuration of `flashdraft train`; a variant changes the keys named in VARIANTS. The target
+BASE.yaml is a configuration of `flashdraft train`; a variant changes the keys named in VARIANTS
+(whose rates are meant for a base of lr 3e-3). The target
 answers the prompts greedily once; a draft's acceptance length is then that of greedy decoding of these
 answers, found from its drafts at all their positions (rounds jump from anchor to anchor as decoding does),
 which costs seconds instead of minutes. A variant that is in the file is not trained again; a run that was
@@ -12,6 +13,7 @@ killed goes on from its checkpoint. Sets of N sequences are drawn once, and cont
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import json
 import re
@@ -27,7 +29,7 @@ from rich.console import Console
 from flashdraft.engine import Engine
 from flashdraft.target import Target
 from flashdraft.training import run as training_run
-from flashdraft.training.blocks import block_states, make_blocks
+from flashdraft.training.blocks import make_blocks
 from flashdraft.training.config import TrainConfig, load_config
 from flashdraft.training.data import TokenSequence
 from flashdraft.training.features import FeatureSource
@@ -46,13 +48,15 @@ VARIANTS: dict[str, list[str]] = {
     "5 layers": ["num_layers=5"],
     "block 4": ["block_size=4"],
     "block 16": ["block_size=16"],
-    "three times the rate": ["lr=3e-3", "lr_copied=3e-3"],
-    "AdamW": ["optimizer=adamw"],
+    "a third of the rate": ["lr=1e-3", "lr_copied=1e-3"],
+    "three times the rate": ["lr=9e-3", "lr_copied=9e-3"],
+    "AdamW": ["optimizer=adamw", "lr=1e-3", "lr_copied=1e-3"],
+    "AdamW, a third of its rate": ["optimizer=adamw", "lr=3e-4", "lr_copied=3e-4"],
     "cross-entropy alone": ["ce_weight=1", "kl_weight=0"],
     "KL alone": ["ce_weight=0", "kl_weight=1"],
     "cross-entropy and total variation": ["kl_weight=0", "tv_weight=1"],
     "paper's decay for D-PACE": ["dpace_alpha=null"],
-    "a tenth of the rate for copies": ["lr_copied=1e-4"],
+    "a tenth of the rate for copies": ["lr_copied=3e-4"],
     "one tapped layer": ["target_layer_ids=[27]"],
     "draft vocabulary 4096": ["draft_vocab=4096"],
     "draft vocabulary 16384": ["draft_vocab=16384"],
@@ -82,7 +86,12 @@ def answers(target: Target, files: Sequence[str], count: int, tokens: int, path:
 
 @torch.inference_mode()
 def leading_runs(trainer: Trainer, sequences: Sequence[TokenSequence]) -> dict[tuple[int, int], int]:
-    """(sequence, anchor) -> how many drafted tokens are right before the first wrong one."""
+    """(sequence, anchor) -> how many drafted tokens are right before the first wrong one. The trainer's
+    network gets the weights that are exported."""
+    method = copy.copy(trainer.method)
+    method.sequences = sequences
+    for name, weight in trainer.masters.best_weights.items():
+        method.network.get_parameter(name).copy_(weight)
     config = dataclasses.replace(
         trainer.config,
         mix=1,
@@ -92,20 +101,29 @@ def leading_runs(trainer: Trainer, sequences: Sequence[TokenSequence]) -> dict[t
         tv_weight=0.0,
         anchors_per_sequence=None,
     )
-    network = training_run.exported(trainer)
-    features = FeatureSource(trainer.target, sequences, network.config.target_layer_ids, config)
+    features = FeatureSource(trainer.target, sequences, method.layer_ids, config)
     plan = Plan(sequences, config)
     found: dict[tuple[int, int], int] = {}
     for pieces in (batch for step in range(plan.steps_per_epoch) for batch in plan.batches(step)):
-        shape = network.config
-        blocks = make_blocks(pieces, sequences, shape.block_size, shape.mask_token_id, config.anchors_per_piece)
-        states = {i: f.states_TF for i, f in features.of(blocks.sequences).items()}
-        drafts = trainer.head.logits(block_states(network, trainer.target.embed, blocks, states)).argmax(-1)
-        if trainer.vocab_ids is not None:
-            drafts = trainer.vocab_ids[drafts]
+        blocks = make_blocks(pieces, sequences, method.block_size, method.mask_token_id, config.anchors_per_piece)
+        drafts = method.head.logits(method.states(blocks, features.of(blocks.sequences))).argmax(-1)
+        if method.vocab_ids is not None:
+            drafts = method.vocab_ids[drafts]
         right = ((drafts == blocks.labels_AL) & (blocks.labels_AL >= 0)).int().cumprod(-1).sum(-1)
         for piece, runs in zip(pieces, right.view(len(pieces), -1).tolist(), strict=True):
             found |= {(piece.sequence, anchor): run for anchor, run in zip(piece.anchors, runs, strict=False)}
+    return found if method.block_size == config.block_size else joined(found, config.block_size - 1)
+
+
+def joined(runs: dict[tuple[int, int], int], longest: int) -> dict[tuple[int, int], int]:
+    """Runs of a method that is trained a token at a time (a draft model): its next token is what it says
+    behind the right ones."""
+    found: dict[tuple[int, int], int] = {}
+    for sequence, anchor in runs:
+        run = 0
+        while run < longest and runs.get((sequence, anchor + run), 0):
+            run += 1
+        found[sequence, anchor] = run
     return found
 
 
@@ -152,7 +170,7 @@ def row(name: str, trainer: Trainer, sequences: Sequence[TokenSequence], seconds
         "set": VARIANTS[name],
         "tau": tau,
         "mean": round(sum(tau.values()) / len(tau), 4),
-        "parameters": sum(p.numel() for p in trainer.network.parameters()),
+        "parameters": sum(p.numel() for p in trainer.method.network.parameters() if p.requires_grad),
         "steps": trainer.step,
         "seconds": round(seconds),
     }

@@ -13,7 +13,7 @@ from bed import VOCAB, make_model, tiny_target
 from flashdraft.target import Target
 from flashdraft.training.config import as_json, as_record, config_diff, load_config, make_config
 from flashdraft.training.data import TokenSequence
-from flashdraft.training.initialise import default_layer_ids, draft_config, draft_vocab, mask_token, new_network
+from flashdraft.training.methods.initialise import default_layer_ids, draft_config, draft_vocab, mask_token, new_network
 from flashdraft.training.plan import Plan
 from flashdraft.types import FlashdraftError
 

@@ -86,20 +86,22 @@ def test_a_step_is_adamw_on_the_whole_steps_loss(tmp_path: Path, clip: float) ->
     assert len(trainer.plan.batches(0)) == 3
     report = trainer.train_step()
 
-    shape = trainer.network.config
+    shape = trainer.method.network.config
     blocks = make_blocks(pieces, trainer.sequences, shape.block_size, shape.mask_token_id, 8)
     features = {i: trainer.features.get(i) for i in set(blocks.sequences)}
     with torch.no_grad():
-        for name, parameter in trainer.network.named_parameters():
+        for name, parameter in trainer.method.network.named_parameters():
             parameter.copy_(start[name])
-    states = block_states(trainer.network, trainer.target.embed, blocks, {i: f.states_TF for i, f in features.items()})
+    states = block_states(
+        trainer.method.network, trainer.target.embed, blocks, {i: f.states_TF for i, f in features.items()}
+    )
     logq = trainer.target.head(states).log_softmax(-1)
     real = blocks.labels_AL >= 0
     weights = torch.exp(-torch.arange(7, dtype=torch.float64) / 4) * real
     loss = -(logq.gather(-1, blocks.labels_AL.clamp(min=0)[..., None])[..., 0] * weights).sum() / weights.sum()
     loss.backward()
     assert report.loss == pytest.approx(float(loss.detach()), rel=1e-10)
-    gradients = {name: p.grad for name, p in trainer.network.named_parameters()}
+    gradients = {name: p.grad for name, p in trainer.method.network.named_parameters()}
     norm = torch.stack([g.norm() for g in gradients.values() if g is not None]).norm()
     assert report.grad_norm == pytest.approx(float(norm), rel=1e-8)
     for name, weight in trainer.masters.weights.items():
@@ -117,7 +119,7 @@ def test_a_step_is_adamw_on_the_whole_steps_loss(tmp_path: Path, clip: float) ->
 def test_groups_of_rates(tmp_path: Path) -> None:
     """Copies of the target's weights move at their own rate; vectors do not decay."""
     trainer = tiny_trainer(tmp_path, answers(1), lr=1e-2, lr_copied=1e-4, weight_decay=0.1)
-    network = trainer.network
+    network = trainer.method.network
     masters = Masters(network, dict(network.named_parameters()), {"layers.0.mlp.up_proj.weight"}, trainer.config)
     before = {k: v.clone() for k, v in masters.weights.items()}
     for weight in masters.weights.values():
@@ -141,7 +143,7 @@ def test_a_pass_over_blocks_of_two_spans(tmp_path: Path) -> None:
         for p, end in zip(piece.anchors, piece.ends, strict=True)
     }
     assert pairs == {(p, 15) for p in range(5, 14)} | {(p, 40) for p in range(20, 39)}
-    shape = trainer.network.config
+    shape = trainer.method.network.config
     blocks = make_blocks(trainer.plan.batches(0)[0], trainer.sequences, shape.block_size, shape.mask_token_id, 4)
     targets = make_targets(blocks, {}, None, with_distribution=False)
     hidden = torch.zeros(*targets.labels.shape, 32)

@@ -72,7 +72,7 @@ def test_a_learnt_sequence_is_accepted_whole(tmp_path: Path, changes: dict[str, 
     result = decode(trainer.target, drafter, [PROMPTS[0]], max_tokens=41, ignore_eos=True)[0]
     assert result.stats.acceptance_length == 8.0
     assert list(result.token_ids) == rows[0]["token_ids"][len(PROMPTS[0]) :]
-    assert exported(trainer) is not trainer.network
+    assert exported(trainer) is not trainer.method.network
 
 
 def block_logits(drafter: DFlashDrafter, tokens: list[int], num_context: int) -> torch.Tensor:
@@ -99,9 +99,9 @@ def test_export_and_reload_give_the_same_logits(tmp_path: Path) -> None:
     trainer = tiny_trainer(tmp_path, rows, draft_vocab=40, num_layers=1)
     for _ in range(5):
         trainer.train_step()
-    assert trainer.vocab_ids is not None and trainer.vocab_ids.tolist() != list(range(40))
+    assert trainer.method.vocab_ids is not None and trainer.method.vocab_ids.tolist() != list(range(40))
     trainer.write_draft(tmp_path / "draft")
-    before = DFlashDrafter(exported(trainer), trainer.target, vocab_ids=trainer.vocab_ids)
+    before = DFlashDrafter(exported(trainer), trainer.target, vocab_ids=trainer.method.vocab_ids)
     after = DFlashDrafter.load(tmp_path / "draft", trainer.target)
     tokens = rows[0]["token_ids"]
     served = block_logits(after, tokens, 12)
@@ -111,7 +111,7 @@ def test_export_and_reload_give_the_same_logits(tmp_path: Path) -> None:
     (tmp_path / "draft" / "draft_vocab.safetensors").unlink()
     full = block_logits(DFlashDrafter.load(tmp_path / "draft", trainer.target), tokens, 12)
     assert full.shape[-1] == VOCAB
-    assert torch.allclose(full[..., trainer.vocab_ids], served, rtol=0, atol=1e-5)
+    assert torch.allclose(full[..., trainer.method.vocab_ids], served, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

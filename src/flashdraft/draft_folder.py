@@ -164,9 +164,9 @@ def write_files(
         stage = Path(tempfile.mkdtemp(prefix=".draft-", dir=path))
         try:
             save_file(dict(tensors), stage / WEIGHTS, metadata={"format": "pt"})
-            _write_json(stage / CONFIG, raw)
+            write_json(stage / CONFIG, raw)
             if training is not None:
-                _write_json(stage / TRAINING, training)
+                write_json(stage / TRAINING, training)
             if vocab_ids is not None:
                 save_file({"ids": vocab_ids.to("cpu", torch.int64)}, stage / VOCAB)
             _move_in(stage, path)
@@ -176,7 +176,7 @@ def write_files(
         raise FlashdraftError(f"the draft cannot be saved in {path}: {error}") from error
 
 
-def _write_json(file: Path, value: Mapping[str, Any]) -> None:
+def write_json(file: Path, value: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 

@@ -49,9 +49,14 @@ class Eagle3Attention(nn.Module):
         self.v_proj = nn.Linear(wide, config.num_kv_heads * dim, bias=bias)
         self.o_proj = nn.Linear(config.num_heads * dim, config.hidden_size, bias=bias)
 
+    def keys_values(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [..., kv heads, d] of joined inputs x [..., 2 D]."""
+        k, v = (projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.k_proj, self.v_proj))
+        return rotate(k, cos, sin), v
+
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q = rotate(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), cos, sin)
+        k, v = self.keys_values(x, cos, sin)
         out: torch.Tensor = self.o_proj(attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).flatten(2))
         return out
 
@@ -68,12 +73,14 @@ class Eagle3Layer(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
+    def join(self, embeds: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.input_layernorm(embeds), self.hidden_norm(hidden)], dim=-1)
+
     def forward(
         self, embeds: torch.Tensor, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        normed = self.hidden_norm(hidden)
-        residual = normed if self.norm_before_residual else hidden
-        joined = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
+        joined = self.join(embeds, hidden)
+        residual = joined[..., embeds.shape[-1] :] if self.norm_before_residual else hidden
         x = residual + self.self_attn(joined, cos, sin, attend)
         out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
@@ -101,6 +108,15 @@ class Eagle3Network(nn.Module):
         """Features [..., F] of the tapped layers -> [..., D]."""
         out: torch.Tensor = self.fc(features)
         return out
+
+    def project_context(
+        self, embeds_CD: torch.Tensor, fused_CD: torch.Tensor, positions_C: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [C, kv heads, d] of pairs with the target's features. They depend on nothing but
+        the pair, since there is one layer."""
+        cos, sin = self.rotary.table(positions_C, embeds_CD.dtype)
+        joined = self.midlayer.join(embeds_CD, fused_CD)
+        return self.midlayer.self_attn.keys_values(joined, cos.unsqueeze(-2), sin.unsqueeze(-2))
 
     def forward(
         self, embeds_BTD: torch.Tensor, hidden_BTD: torch.Tensor, positions_BT: torch.Tensor, attend: Attend

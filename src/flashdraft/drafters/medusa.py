@@ -9,6 +9,7 @@ Typical acceptance is lossy and not implemented.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +97,24 @@ def _problems(config: MedusaConfig) -> list[str]:
     return problems
 
 
+def static_tree(num_heads: int, vocab_size: int, nodes: int = 24) -> tuple[tuple[int, ...], ...]:
+    """Paths of ranks, grown one after another by the chance that all of a path is right (section 2.3.3).
+
+    The chances are assumed: 0.5 for the first head's best guess, 0.75 of it for every head behind, and
+    half of it for every rank below.
+    """
+    tree: list[tuple[int, ...]] = []
+    edge: list[tuple[float, tuple[int, ...]]] = [(-0.5, (0,))]
+    while edge and len(tree) < nodes:
+        chance, path = heapq.heappop(edge)
+        tree.append(path)
+        if path[-1] + 1 < vocab_size:
+            heapq.heappush(edge, (chance / 2, (*path[:-1], path[-1] + 1)))
+        if len(path) < num_heads:
+            heapq.heappush(edge, (chance * 0.5 * 0.75 ** len(path), (*path, 0)))
+    return tuple(tree)
+
+
 def config_json(config: MedusaConfig, dtype: torch.dtype) -> dict[str, Any]:
     raw: dict[str, Any] = {
         "architectures": [ARCHITECTURE],
@@ -178,6 +197,10 @@ class MedusaNetwork(nn.Module):
         self.lm_heads = nn.ModuleList(
             nn.Linear(config.hidden_size, config.vocab_size, bias=False) for _ in range(config.num_heads)
         )
+
+    def states(self, states: torch.Tensor) -> torch.Tensor:
+        """What the heads' projections read, [..., K, D]."""
+        return torch.stack([block(states) for block in self.blocks], dim=-2)
 
     def forward(self, states: torch.Tensor, num_heads: int | None = None) -> torch.Tensor:
         """Logits [..., K, V] of states [..., D]; [..., k - 1, :] is about the token k places behind the

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..cache import round_up
+from ..draft_config import DraftConfig
 from ..drafters.dflash import Attend, DFlashNetwork
 from .data import TokenSequence
 from .flex import flex_attend
@@ -37,6 +38,13 @@ class Blocks:
     sequences: tuple[int, ...]
     blocks_per_piece: int
     reach: tuple[int, ...]
+
+    def furthest(self, beyond: int = 0) -> dict[int, int]:
+        """Of each sequence, the context slots that any of its pieces sees, and so many more, in whole buckets."""
+        found: dict[int, int] = {}
+        for sequence, end in zip(self.sequences, self.reach, strict=True):
+            found[sequence] = max(found.get(sequence, 0), round_up(end + beyond))
+        return found
 
     def to(self, device: torch.device) -> Blocks:
         tensors = {name: getattr(self, name).to(device) for name in ("tokens_AB", "positions_AB", "labels_AL")}
@@ -90,16 +98,22 @@ def block_states(
 
     attention: "sdpa" is a call per piece, "flex" one for all of them (flex.py).
     """
-    attend = (flex_attend if attention == "flex" else piece_attend)(network, blocks, states_TF)
+    if attention == "flex":
+        attend = flex_attend(network, blocks, states_TF)
+    else:
+        attend = piece_attend(network.config, blocks, _project(network, blocks.furthest(), states_TF))
     embeds = embed(blocks.tokens_AB) * network.config.embedding_scale
     states: torch.Tensor = network(embeds, blocks.positions_AB, attend)
     return states[:, 1:]
 
 
-def piece_attend(network: DFlashNetwork, blocks: Blocks, states_TF: Mapping[int, torch.Tensor]) -> Attend:
-    """What the network calls for the attention of this pass."""
-    config, size, reach = network.config, blocks.blocks_per_piece, blocks.reach
-    context = _project(network, blocks.sequences, reach, states_TF)
+# of a sequence, per layer: the context's keys and values [S, kv heads, d]
+Context = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+def piece_attend(config: DraftConfig, blocks: Blocks, context: Mapping[int, Context]) -> Attend:
+    """What the network calls for the attention of this pass. context: of every sequence, as far as it is seen."""
+    size, reach = blocks.blocks_per_piece, blocks.reach
     masks: dict[tuple[int, int | None, bool], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def masks_of(piece: int, layer: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,17 +137,12 @@ def piece_attend(network: DFlashNetwork, blocks: Blocks, states_TF: Mapping[int,
 
 
 def _project(
-    network: DFlashNetwork, sequences: Sequence[int], reach: Sequence[int], states_TF: Mapping[int, torch.Tensor]
-) -> dict[int, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Context keys and values [S, kv heads, d] per layer of every sequence, as far as it is seen."""
-    furthest: dict[int, int] = {}
-    for sequence, end in zip(sequences, reach, strict=True):
-        furthest[sequence] = max(furthest.get(sequence, 0), round_up(end))
-    projected = {}
+    network: DFlashNetwork, furthest: Mapping[int, int], states_TF: Mapping[int, torch.Tensor]
+) -> dict[int, Context]:
+    projected: dict[int, Context] = {}
     for sequence, end in furthest.items():
         states = states_TF[sequence][:end]
-        positions = torch.arange(end, device=states.device)
-        projected[sequence] = network.project_context(states, positions)
+        projected[sequence] = network.project_context(states, torch.arange(end, device=states.device))
     return projected
 
 
@@ -149,10 +158,17 @@ def block_masks(
     if window is not None:
         seen = seen & (positions_NB[:, :, None] - slots < window)
         own = own & (away.abs() < window)
-    return _additive(seen, dtype), _additive(own, dtype)
+    return additive(seen, dtype), additive(own, dtype)
 
 
-def _additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def causal_mask(num_slots: int, window: int, like: torch.Tensor) -> torch.Tensor:
+    """Additive mask [S, S] of a context that reads itself through a window."""
+    slots = torch.arange(num_slots, device=like.device)
+    away = slots[:, None] - slots
+    return additive((away >= 0) & (away < window), like.dtype)
+
+
+def additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
 
 
@@ -168,9 +184,9 @@ def attend_piece(
     """Attention of N blocks over their shared context and, each, its own block.
 
     Args:
-        q: [N, H, B, d]. block_k, block_v: [N, kv heads, B, d].
+        q: [N, H, B, d]. block_k, block_v: [N, kv heads, C, d], C = B where a block sees itself whole.
         context_k, context_v: [S, kv heads, d], one copy for all blocks.
-        context_mask: additive [N, 1 or B, S]. block_mask: additive [B, B].
+        context_mask: additive [N, 1 or B, S]. block_mask: additive [B, C].
 
     Returns [N, B, H, d].
     """
@@ -182,10 +198,10 @@ def attend_piece(
     before = shared @ context_k.permute(1, 2, 0)
     before = before.view(kv_heads, n, group, size, -1) + context_mask[:, None]
     own = q.flatten(2, 3) @ block_k.transpose(-1, -2)
-    own = own.view(n, kv_heads, group, size, size).transpose(0, 1) + block_mask
+    own = own.view(n, kv_heads, group, size, -1).transpose(0, 1) + block_mask
     probs = torch.cat([before, own], dim=-1).softmax(-1)
     slots = context_k.shape[0]
     seen = probs[..., :slots].reshape(kv_heads, n * group * size, slots) @ context_v.transpose(0, 1)
     seen = seen.view(kv_heads, n, group * size, dim).transpose(0, 1)
-    local = probs[..., slots:].transpose(0, 1).reshape(n, kv_heads, group * size, size) @ block_v
+    local = probs[..., slots:].transpose(0, 1).reshape(n, kv_heads, group * size, -1) @ block_v
     return (seen + local).reshape(n, heads, size, dim).transpose(1, 2)

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from ..draft_config import CONTEXTS
 from ..settings import make_settings, read_yaml
 from ..types import FlashdraftError
 
@@ -27,9 +28,13 @@ class TrainConfig:
     Attributes:
         run: folder of checkpoints, metrics and the exported draft.
         data: sequence files of `flashdraft regenerate`.
+        method: "dflash", or a rival of it: "medusa", "eagle3", "draft_model" (methods/).
+        context, autoregressive: DFlash without one of its parts (drafters/dflash_ablations.py).
+        num_layers: of the draft; a Medusa head's residual blocks. None: 5, and 1 for rivals, 4 for a draft model.
         anchors_per_sequence: random anchors of a sequence in an epoch; None is every position.
-        anchors_per_piece: blocks that share one attention call; the unit batches are made of.
-        blocks_per_batch: blocks of one forward and backward pass.
+        anchors_per_piece: blocks that share one attention call; the unit batches are made of. None: 32; a draft
+            model reads a whole sequence for any piece of it, and takes 1024.
+        blocks_per_batch: blocks of one forward and backward pass. None: four pieces.
         accumulate: passes of one optimizer step (all processes together).
         mix: sequences whose pieces are shuffled together; their features are held in memory.
         attention: "flex" (one FlexAttention call a pass, for CUDA), "sdpa" (a call per piece) or "auto".
@@ -39,6 +44,7 @@ class TrainConfig:
         distribution_tokens: likeliest tokens of the target that the KL and TV terms compare.
         optimizer: "muon" is for matrices; vectors keep AdamW.
         lr_copied: rate of weights copied from the target; None is `lr`.
+        lr_head: rate of a head of the draft's own (EAGLE-3, Medusa), always AdamW's; None is `lr`.
         decay_share: last part of a "wsd" schedule in which the rate falls to zero.
         max_minutes: the run ends by the clock (schedule "wsd"); `max_steps` may end it before.
         ema: decay of the weights' running mean, which is then what is validated and exported.
@@ -51,7 +57,10 @@ class TrainConfig:
     seed: int = 0
     threads: int | None = None
     # the draft
-    num_layers: int = 5
+    method: str = "dflash"
+    context: str = "injected"
+    autoregressive: bool = False
+    num_layers: int = cast(int, None)  # what None stands for is set below
     block_size: int = 16
     target_layer_ids: tuple[int, ...] | None = None
     mask_token_id: int | None = None
@@ -63,8 +72,8 @@ class TrainConfig:
     # the blocks
     max_length: int = 4096
     anchors_per_sequence: int | None = None
-    anchors_per_piece: int = 32
-    blocks_per_batch: int = 128
+    anchors_per_piece: int = cast(int, None)
+    blocks_per_batch: int = cast(int, None)
     accumulate: int = 4
     mix: int = 64
     attention: str = "auto"
@@ -80,6 +89,7 @@ class TrainConfig:
     optimizer: str = "adamw"
     lr: float = 6e-4
     lr_copied: float | None = None
+    lr_head: float | None = None
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.95
@@ -107,6 +117,10 @@ class TrainConfig:
     feature_cache_gb: float = 20.0
 
     def __post_init__(self) -> None:
+        _require(self.method in _NUM_LAYERS, "method", self.method, f"one of {', '.join(_NUM_LAYERS)}")
+        self._fill("num_layers", _NUM_LAYERS[self.method])
+        self._fill("anchors_per_piece", 1024 if self.method == "draft_model" else 32)
+        self._fill("blocks_per_batch", 4 * self.anchors_per_piece)
         for name in ("num_layers", "accumulate", "mix", "anchors_per_piece", "log_steps", "loss_chunk"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _require(bool(self.data), "data", self.data, "at least one sequence file")
@@ -132,6 +146,24 @@ class TrainConfig:
         if self.ema is not None:
             _require(0 < self.ema < 1, "ema", self.ema, "a number between 0 and 1")
 
+        _require(self.context in CONTEXTS, "context", self.context, f"one of {', '.join(CONTEXTS)}")
+        if self.method != "dflash":
+            self._check_rival()
+
+    def _check_rival(self) -> None:
+        """What only DFlash has; a key that is quietly ignored would be a run of something else."""
+        asked = [name for name in _DFLASH_ONLY if getattr(self, name) != _default(name)]
+        if self.method in ("medusa", "draft_model"):
+            asked += [name for name in ("target_layer_ids", "intermediate_size") if getattr(self, name) is not None]
+        if self.method == "eagle3" and self.num_layers != 1:
+            asked.append("num_layers")
+        if asked:
+            raise FlashdraftError(f"{asked[0]} is {getattr(self, asked[0])!r}, which the method {self.method} has not.")
+
+    def _fill(self, name: str, value: int) -> None:
+        if getattr(self, name) is None:
+            object.__setattr__(self, name, value)
+
     @property
     def decay_gamma(self) -> float:
         """gamma of the loss: the paper's for its block sizes, half the block for others."""
@@ -140,6 +172,14 @@ class TrainConfig:
     @property
     def needs_distribution(self) -> bool:
         return self.kl_weight > 0 or self.tv_weight > 0
+
+
+_NUM_LAYERS = {"dflash": 5, "medusa": 1, "eagle3": 1, "draft_model": 4}
+_DFLASH_ONLY = ("context", "autoregressive", "mask_token_id", "window")
+
+
+def _default(name: str) -> Any:
+    return TrainConfig.__dataclass_fields__[name].default
 
 
 def _require(ok: bool, name: str, value: object, expected: str) -> None:

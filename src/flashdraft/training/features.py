@@ -128,6 +128,8 @@ class FeatureSource:
         return json.dumps([self._target.name, str(self._target.dtype), self._layer_ids, self._num_tokens, vocab])
 
     def _compute(self, group: Sequence[int]) -> list[Features]:
+        if not self._layer_ids and not self._num_tokens:  # nothing is asked of the target
+            return [Features(torch.empty(self._width(index), 0, device=self._target.device)) for index in group]
         lengths = [len(self._sequences[index].token_ids) for index in group]
         width = round_up(max(lengths))
         ids = torch.zeros(len(group), width, dtype=torch.int64)
@@ -139,11 +141,12 @@ class FeatureSource:
             ids.to(self._target.device), cache, range(len(group)), valid=lengths,
             keep=slice(first, None) if self._num_tokens else slice(0, 0), layer_ids=self._layer_ids,
         )  # fmt: skip
-        assert out.features_BTF is not None
+        tapped = out.features_BTF if self._layer_ids else ids.new_empty(*ids.shape, 0).to(self._target.device)
+        assert tapped is not None
         found = []
         for row, (index, length) in enumerate(zip(group, lengths, strict=True)):
             # cloned, because autograd may not keep tensors of inference mode
-            states = out.features_BTF[row, : self._width(index)].clone()
+            states = tapped[row, : self._width(index)].clone()
             if self._num_tokens:
                 own = self._first_needed(index)
                 found.append(Features(states, *self._likeliest(out.logits_BTV[row, own - first :], own, length)))

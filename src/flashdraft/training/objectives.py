@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from .blocks import Blocks
 from .config import TrainConfig
@@ -22,31 +23,67 @@ from .features import Features
 
 @dataclass(frozen=True)
 class Head:
-    """The target's LM head as the draft uses it: rows of the draft vocabulary, bias, output shape."""
+    """The LM head as the draft uses it: rows of the draft vocabulary, bias, output shape. It is the
+    target's, or the draft's own: a weight that wants a gradient is trained."""
 
     weight_VD: torch.Tensor
     bias_V: torch.Tensor | None = None
     multiplier: float = 1.0
     softcap: float | None = None
 
+    @torch.no_grad()
     def logits(self, hidden_NLD: torch.Tensor) -> torch.Tensor:
-        """fp32 (or fp64) logits [N, L, V]. Flat on the way: torch multiplies [N, L, D] @ [D, V] block by
-        block, with a copy of the head for each, where it cannot see that one product would do."""
-        flat = hidden_NLD.reshape(-1, hidden_NLD.shape[-1])
-        bare = torch.nn.functional.linear(flat, self.weight_VD, self.bias_V).view(*hidden_NLD.shape[:2], -1)
+        """fp32 (or fp64) logits [N, L, V]."""
+        bare = self._product(hidden_NLD)
         wide = bare if bare.dtype == torch.float64 else bare.float()
         if self.multiplier != 1:
             wide = wide * self.multiplier
         return wide if self.softcap is None else torch.tanh(wide / self.softcap) * self.softcap
 
-    def gradient(self, grad_NLV: torch.Tensor, logits_NLV: torch.Tensor) -> torch.Tensor:
-        """By the hidden states [N, L, D], from that by the logits."""
+    @torch.no_grad()
+    def gradient(self, grad_NLV: torch.Tensor, logits_NLV: torch.Tensor, hidden_NLD: torch.Tensor) -> torch.Tensor:
+        """By the hidden states [N, L, D], from that by the logits; that by a trained weight is added to it."""
         if self.softcap is not None:
             grad_NLV = grad_NLV * (1 - (logits_NLV / self.softcap).square())
         if self.multiplier != 1:
             grad_NLV = grad_NLV * self.multiplier
-        flat = grad_NLV.flatten(0, 1).to(self.weight_VD.dtype) @ self.weight_VD
-        return flat.view(*grad_NLV.shape[:2], -1)
+        return self._back(grad_NLV, hidden_NLD)
+
+    def _product(self, hidden_NLD: torch.Tensor) -> torch.Tensor:
+        """Flat on the way: torch multiplies [N, L, D] @ [D, V] block by block, with a copy of the head
+        for each, where it cannot see that one product would do."""
+        flat = hidden_NLD.reshape(-1, hidden_NLD.shape[-1])
+        return F.linear(flat, self.weight_VD, self.bias_V).view(*hidden_NLD.shape[:2], -1)
+
+    def _back(self, grad_NLV: torch.Tensor, hidden_NLD: torch.Tensor) -> torch.Tensor:
+        flat = grad_NLV.flatten(0, 1).to(self.weight_VD.dtype)
+        _add_gradient(self.weight_VD, flat, hidden_NLD.reshape(-1, hidden_NLD.shape[-1]))
+        return (flat @ self.weight_VD).view(*grad_NLV.shape[:2], -1)
+
+
+@dataclass(frozen=True)
+class SlotHeads(Head):
+    """A head for every slot, as Medusa has them; weight_VD is that of the first."""
+
+    weights: tuple[torch.Tensor, ...] = ()
+
+    def _product(self, hidden_NLD: torch.Tensor) -> torch.Tensor:
+        parts = zip(hidden_NLD.unbind(1), self.weights, strict=True)
+        return torch.stack([F.linear(hidden, weight) for hidden, weight in parts], dim=1)
+
+    def _back(self, grad_NLV: torch.Tensor, hidden_NLD: torch.Tensor) -> torch.Tensor:
+        grads = []
+        for grad, hidden, weight in zip(grad_NLV.unbind(1), hidden_NLD.unbind(1), self.weights, strict=True):
+            grad = grad.to(weight.dtype)
+            _add_gradient(weight, grad, hidden)
+            grads.append(grad @ weight)
+        return torch.stack(grads, dim=1)
+
+
+def _add_gradient(weight_VD: torch.Tensor, grad_NV: torch.Tensor, hidden_ND: torch.Tensor) -> None:
+    if weight_VD.requires_grad:
+        product = grad_NV.T @ hidden_ND
+        weight_VD.grad = product if weight_VD.grad is None else weight_VD.grad.add_(product)
 
 
 @dataclass(frozen=True)
@@ -142,6 +179,8 @@ def head_loss(hidden_ALD: torch.Tensor, head: Head, targets: Targets, config: Tr
     for first in range(0, len(hidden_ALD), config.loss_chunk):
         part = slice(first, first + config.loss_chunk)
         chunk = targets.part(part)
+        if hidden_ALD.device.type == "cpu" and not chunk.real.any():  # filling; elsewhere asking would wait
+            continue
         value, grad[part], correct[part] = _chunk_loss(hidden_ALD[part], head, chunk, config, total)
         loss += value
     return Outcome(loss, grad, correct)
@@ -164,7 +203,7 @@ def _chunk_loss(
     (g,) = torch.autograd.grad(loss, logprobs)
     grad = probs.mul_(-g.sum(-1, keepdim=True) / sums)
     grad.scatter_add_(-1, ids, g)
-    return loss.detach().double(), head.gradient(grad, logits), correct
+    return loss.detach().double(), head.gradient(grad, logits, hidden), correct
 
 
 def _slot_losses(logprobs: torch.Tensor, targets: Targets, config: TrainConfig) -> torch.Tensor:

@@ -19,8 +19,8 @@ import math
 from collections.abc import Collection, Mapping
 
 import torch
+from torch import nn
 
-from ..drafters.dflash import DFlashNetwork
 from .config import TrainConfig
 from .parallel import Group, share_out
 
@@ -42,7 +42,7 @@ class Masters:
     """Full-precision weights, their gradients, optimizer moments and running mean.
 
     Args:
-        network: computes; its weights are overwritten by `publish`.
+        network: computes; its weights are overwritten by `publish`. Those without gradients are left alone.
         weights: where the masters start, by name.
         copied: names that get `lr_copied`.
         group: the processes that train together; None is this one alone.
@@ -53,14 +53,14 @@ class Masters:
 
     def __init__(
         self,
-        network: DFlashNetwork,
+        network: nn.Module,
         weights: Mapping[str, torch.Tensor],
         copied: Collection[str],
         config: TrainConfig,
         group: Group | None = None,
     ) -> None:
         self._config, self._group = config, group
-        self._computing = dict(network.named_parameters())
+        self._computing = {name: p for name, p in network.named_parameters() if p.requires_grad}
         self._owners: dict[str, int] | None = None  # of shards
         if group is not None and group.world > 1 and config.shard:
             self._owners = share_out({name: p.numel() for name, p in self._computing.items()}, group.world)
@@ -80,11 +80,11 @@ class Masters:
         self._muon = Muon() if config.optimizer == "muon" else None
         groups = []
         for rate, names in self._groups(copied):
+            if self._muon is not None:
+                self._muon.add([self.weights[n] for n in names if self._by_muon(n)], rate, config.weight_decay)
+            names = [n for n in names if not self._by_muon(n)]
             matrices = [self.weights[n] for n in names if self.weights[n].ndim > 1]
             vectors = [self.weights[n] for n in names if self.weights[n].ndim == 1]
-            if self._muon is not None:
-                self._muon.add(matrices, rate, config.weight_decay)
-                matrices = []
             groups += [
                 {"params": part, "lr": rate, "rate": rate, "weight_decay": decay}
                 for part, decay in ((matrices, config.weight_decay), (vectors, 0.0))
@@ -101,10 +101,16 @@ class Masters:
 
     def _groups(self, copied: Collection[str]) -> list[tuple[float, list[str]]]:
         slow = self._config.lr_copied if self._config.lr_copied is not None else self._config.lr
+        heads = [name for name in self.weights if _is_head(name)]
+        rest = [name for name in self.weights if not _is_head(name)]
         return [
-            (self._config.lr, [name for name in self.weights if name not in copied]),
-            (slow, [name for name in self.weights if name in copied]),
+            (self._config.lr, [name for name in rest if name not in copied]),
+            (slow, [name for name in rest if name in copied]),
+            (self._config.lr if self._config.lr_head is None else self._config.lr_head, heads),
         ]
+
+    def _by_muon(self, name: str) -> bool:
+        return self._muon is not None and self._computing[name].ndim > 1 and not _is_head(name)
 
     def gather(self) -> None:
         """Add the compute network's gradients to the masters', and clear them."""
@@ -198,7 +204,7 @@ class Masters:
         the first has them all."""
         tensors: dict[str, torch.Tensor] = {}
         for name, parameter in self._computing.items():
-            for key in self._keys(parameter):
+            for key in self._keys(name):
                 own = self._state_tensor(key, name) if name in self.weights else None
                 if self._owners is not None:
                     like = torch.zeros((), device=parameter.device) if key == "step" else parameter
@@ -207,10 +213,10 @@ class Masters:
                     tensors[f"{key}.{name}"] = own.detach()
         return tensors
 
-    def _keys(self, parameter: torch.Tensor) -> list[str]:
+    def _keys(self, name: str) -> list[str]:
         """What is kept of a weight, the same in every process."""
         keys = ["weights", *(["means"] if self._config.ema is not None else [])]
-        if self._muon is not None and parameter.ndim > 1:
+        if self._by_muon(name):
             return [*keys, "momentum"]
         return [*keys, "step", "exp_avg", "exp_avg_sq"] if self._stepped else keys
 
@@ -231,13 +237,18 @@ class Masters:
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
         for name, weight in self.weights.items():
             for key in ("weights", "means", "momentum"):
-                if key in self._keys(weight):
+                if key in self._keys(name):
                     self._state_tensor(key, name).copy_(tensors[f"{key}.{name}"])
             keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in tensors]
             if keys and self._adam is not None:
                 self._adam.state[weight] = {key: tensors[f"{key}.{name}"].clone().to(weight.device) for key in keys}
         self._stepped = any(key.startswith("step.") for key in tensors)
         self.publish()
+
+
+def _is_head(name: str) -> bool:
+    """A projection to the vocabulary: its rows are words, not directions, and AdamW's."""
+    return "lm_head" in name
 
 
 class Muon:

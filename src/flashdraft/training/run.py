@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from .. import checkpoint
-from ..drafters.dflash import DFlashDrafter, DFlashNetwork
 from ..locate import DEFAULT_TARGET
 from ..target import Target
 from ..types import FlashdraftError
 from .config import TrainConfig, as_record, load_config
 from .data import ChatTemplate, TokenSequence, read_meta, read_sequences
-from .initialise import draft_config, draft_vocab, new_network
+from .methods import make_method
 from .parallel import Group
 from .progress import Progress, write_plot
 from .trainer import Trainer
@@ -116,14 +116,14 @@ def _chat_command(trainer: Trainer) -> str:
 
 def _opening(trainer: Trainer, resumed: bool) -> str:
     plan, config = trainer.plan, trainer.config
-    size = sum(p.numel() for p in trainer.network.parameters())
+    size = sum(p.numel() for p in trainer.method.network.parameters() if p.requires_grad)
     what = f"going on at step {trainer.step}" if resumed else "starting"
     known = trainer.length.known_steps
     length = f"{known} steps in all" if known is not None else f"{config.max_minutes:g} minutes in all"
     return (
         f"{what}: {len(trainer.sequences)} sequences, {plan.num_anchors} anchors an epoch, "
         f"{plan.steps_per_epoch} steps an epoch, {length}; "
-        f"draft of {size / 1e6:.1f} M parameters, {config.num_layers} layers, block {config.block_size}, "
+        f"{config.method} of {size / 1e6:.1f} M trained parameters, {config.num_layers} layers, block {config.block_size}, "
         f"{trainer.group.world} process(es)"
     )
 
@@ -133,30 +133,25 @@ def build_trainer(config: TrainConfig, group: Group | None = None, target: Targe
     device = f"cuda:{group.local_rank}" if group is not None and torch.cuda.is_available() else None
     target = target or Target.load(config.target, dtype=config.dtype, device=device)
     sequences = load_sequences(config, target)
-    shape = draft_config(config, target, sequences)
-    vocab_ids = draft_vocab(sequences, config.draft_vocab, target) if config.draft_vocab else None
-    weights, copied = new_network(config, shape, target, sequences)
-    network = DFlashNetwork(shape).to(device=target.device, dtype=target.dtype)
+    method, start = make_method(config, target, sequences)
     prompts = load_prompts(config.validation, target, config.validation_prompts) if config.validation else {}
 
     def score(trainer: Trainer) -> tuple[float, Any]:
-        drafter = DFlashDrafter(exported(trainer), target, vocab_ids=vocab_ids)
-        found = validate(drafter, target, prompts, config.validation_tokens)
+        found = validate(method.drafter(exported(trainer)), target, prompts, config.validation_tokens)
         return found.tau, found.as_json()
 
     return Trainer(
-        config, target, network, dict(weights.named_parameters()), copied, sequences,
-        vocab_ids=vocab_ids, training_info=training_info(config, target), validate=score if prompts else None,
-        group=group,
+        config, target, method, start, sequences,
+        training_info=training_info(config, target), validate=score if prompts else None, group=group,
     )  # fmt: skip
 
 
-def exported(trainer: Trainer) -> DFlashNetwork:
+def exported(trainer: Trainer) -> nn.Module:
     """A copy of the draft network with the weights that would be saved."""
-    network = copy.deepcopy(trainer.network).requires_grad_(False)
+    network = copy.deepcopy(trainer.method.network).requires_grad_(False)
     with torch.no_grad():
-        for name, parameter in network.named_parameters():
-            parameter.copy_(trainer.masters.best_weights[name])
+        for name, weight in trainer.masters.best_weights.items():
+            network.get_parameter(name).copy_(weight)
     return network
 
 

@@ -9,25 +9,23 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .. import checkpoint
-from ..drafters.dflash import DFlashNetwork
 from ..target import Target
 from ..types import FlashdraftError
-from .blocks import Blocks, block_states, make_blocks
+from .blocks import Blocks, make_blocks
 from .checkpoints import Checkpoints
 from .config import TrainConfig, as_json, as_record, config_diff
 from .data import TokenSequence
 from .features import FeatureSource
-from .flex import choose_attention
 from .length import RunLength
-from .objectives import Head, Outcome, denominator, head_loss, leading_runs, make_targets
+from .methods import Method, Start
+from .objectives import Outcome, denominator, head_loss, leading_runs, make_targets
 from .optimizer import Masters, learning_rate
 from .parallel import Group
 from .plan import Plan, fingerprint
@@ -50,28 +48,25 @@ class Trainer:
     """One run.
 
     Args:
-        network: in the compute precision, on the target's device.
-        weights: where its full-precision masters start. copied: names that were the target's.
-        vocab_ids: the draft vocabulary, or None.
-        validate: scores a draft network: (tau, details for the metrics).
+        method: its network in the compute precision, on the target's device.
+        start: full-precision weights to begin with, and the names of those that were the target's.
+        validate: scores the draft: (tau, details for the metrics).
     """
 
     def __init__(
         self,
         config: TrainConfig,
         target: Target,
-        network: DFlashNetwork,
-        weights: Mapping[str, torch.Tensor],
-        copied: Collection[str],
+        method: Method,
+        start: Start,
         sequences: Sequence[TokenSequence],
         *,
-        vocab_ids: torch.Tensor | None = None,
         training_info: Mapping[str, Any] | None = None,
         validate: Callable[[Trainer], tuple[float, Any]] | None = None,
         group: Group | None = None,
     ) -> None:
-        self.config, self.target, self.network, self.sequences = config, target, network, sequences
-        self.vocab_ids, self._info, self._validate = vocab_ids, dict(training_info or {}), validate
+        self.config, self.target, self.method, self.sequences = config, target, method, sequences
+        self._info, self._validate = dict(training_info or {}), validate
         self.group = group or Group()
         self.plan = Plan(sequences, config)
         if not self.plan.num_anchors:
@@ -79,17 +74,16 @@ class Trainer:
                 "the data has no position to train on: every answer is shorter than two tokens (an anchor and a label)."
             )
         self.length = RunLength(config, self.plan.steps_per_epoch)
-        self.features = FeatureSource(target, sequences, network.config.target_layer_ids, config, vocab_ids)
-        shape = network.config
-        self.head = Head(*target.head_rows(vocab_ids), shape.output_multiplier, shape.softcap)
+        self.features = FeatureSource(target, sequences, method.layer_ids, config, method.vocab_ids)
         self._index_of = None
-        if vocab_ids is not None:
+        if method.vocab_ids is not None:
             self._index_of = torch.full((target.vocab_size,), -1, dtype=torch.int64, device=target.device)
-            self._index_of[vocab_ids.to(target.device)] = torch.arange(len(vocab_ids), device=target.device)
-        self.attention = choose_attention(config.attention, target.device, target.dtype, shape.head_dim)
+            self._index_of[method.vocab_ids.to(target.device)] = torch.arange(
+                len(method.vocab_ids), device=target.device
+            )
         # One program is compiled for a full batch, so the last of an epoch is filled up.
-        self._pieces = config.blocks_per_batch // config.anchors_per_piece if self.attention == "flex" else None
-        self.masters = Masters(network, weights, copied, config, self.group)
+        self._pieces = config.blocks_per_batch // config.anchors_per_piece if method.attention == "flex" else None
+        self.masters = Masters(method.network, *start, config, self.group)
         self.checkpoints = Checkpoints(config.run, config.keep)
         self.step = 0
         self.best_tau = 0.0
@@ -108,7 +102,7 @@ class Trainer:
         """All batches of a step, this process's share of them, and the update."""
         batches = self._prepared(self.step)
         total = sum(denominator(blocks.labels_AL, self.config) for blocks in batches)
-        width = self.network.config.block_size - 1
+        width = self.method.block_size - 1
         sums = torch.zeros(3 + 2 * width, dtype=torch.float64, device=self.target.device)
         for i, blocks in enumerate(batches):
             if i % self.group.world == self.group.rank:
@@ -135,23 +129,18 @@ class Trainer:
 
     def _make_batches(self, step: int) -> list[Blocks]:
         """On the CPU, where counting labels waits for nobody."""
-        shape, config = self.network.config, self.config
-        return [
-            make_blocks(
-                pieces, self.sequences, shape.block_size, shape.mask_token_id, config.anchors_per_piece,
-                num_pieces=self._pieces,
-            )
+        method, size = self.method, self.config.anchors_per_piece
+        made = [
+            make_blocks(pieces, self.sequences, method.block_size, method.mask_token_id, size, num_pieces=self._pieces)
             for pieces in self.plan.batches(step)
-        ]  # fmt: skip
+        ]
+        return [method.prepare(blocks, step) for blocks in made]
 
     def _batch(self, blocks: Blocks, total: float) -> Outcome:
         features = self.features.of(blocks.sequences)
-        states = block_states(
-            self.network, self.target.embed, blocks, {i: found.states_TF for i, found in features.items()},
-            self.attention,
-        )  # fmt: skip
+        states = self.method.states(blocks, features)
         targets = make_targets(blocks, features, self._index_of, self.config.needs_distribution)
-        outcome = head_loss(states.detach(), self.head, targets, self.config, total)
+        outcome = head_loss(states.detach(), self.method.head, targets, self.config, total)
         torch.autograd.backward(states, outcome.grad_ALD)
         self.masters.gather()
         return outcome
@@ -195,7 +184,7 @@ class Trainer:
         dtype = self.target.dtype
         weights = {name: weight.to(dtype) for name, weight in self.masters.best_weights.items()}
         info = {**self._info, "step": self.step, "best_tau": self.best_tau, "config": as_record(self.config)}
-        checkpoint.write(folder, self.network.config, weights, info, self.vocab_ids)
+        self.method.write(folder, weights, info)
 
     def run(self, progress: Progress) -> None:
         """Train to the end, or until somebody interrupts; either way the state is saved."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..drafters.dflash import DFlashDrafter
+from ..drafters import Drafter
 from ..engine import Engine
 from ..target import Target
 from ..types import FlashdraftError, Request, Round, SamplingParams
@@ -77,7 +77,7 @@ def _refuse(rejected: Any) -> None:
     raise FlashdraftError(rejected.sentence)
 
 
-def validate(drafter: DFlashDrafter, target: Target, prompts: dict[str, list[list[int]]], max_tokens: int) -> Score:
+def validate(drafter: Drafter, target: Target, prompts: dict[str, list[list[int]]], max_tokens: int) -> Score:
     """Greedy decoding of all prompts, several at a time: what is accepted does not depend on it."""
     longest = max(len(p) for group in prompts.values() for p in group)
     rows = min(_ROWS, max(map(len, prompts.values())))

@@ -1,4 +1,4 @@
-"""A new draft network for a target: its shape, its draft vocabulary, and where its weights start.
+"""A new DFlash network for a target: its shape, its draft vocabulary, and where its weights start.
 
 From the target: the draft's layers are copies of the target's last ones, `fc` is the identity on
 the deepest tapped layer, so that at the start every draft layer reads the target's own states.
@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from .. import checkpoint
-from ..checkpoint import DraftConfig
-from ..drafters.dflash import DFlashNetwork
-from ..target import Target
-from ..types import FlashdraftError
-from .config import TrainConfig
-from .data import TokenSequence
+from ... import checkpoint
+from ...checkpoint import DraftConfig
+from ...drafters.dflash import DFlashNetwork
+from ...target import Target
+from ...types import FlashdraftError
+from ..config import TrainConfig
+from ..data import TokenSequence
 
 # of the target's decoder layers, Llama's names, which Qwen, Mistral, SmolLM and others share
 _COPIED = [
@@ -83,7 +83,7 @@ def draft_config(config: TrainConfig, target: Target, sequences: Sequence[TokenS
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         vocab_size=target.vocab_size,
-        target_layer_ids=config.target_layer_ids or default_layer_ids(target.num_layers),
+        target_layer_ids=_tapped(config, target),
         num_target_layers=target.num_layers,
         block_size=config.block_size,
         mask_token_id=config.mask_token_id if config.mask_token_id is not None else mask_token(target, sequences),
@@ -92,16 +92,28 @@ def draft_config(config: TrainConfig, target: Target, sequences: Sequence[TokenS
         max_context=target.max_context,
         rms_norm_eps=float(getattr(text, "rms_norm_eps", 1e-6)),
         attention_bias=_has_bias(target) if config.init == "target" else False,
-        rope=_rope(text),
+        rope=rope_of(text),
         embedding_scale=_embedding_scale(text),
-        output_multiplier=1.0 / float(getattr(text, "logits_scaling", None) or 1.0),
-        softcap=getattr(text, "final_logit_softcapping", None),
+        output_multiplier=output_shape(text)[0],
+        softcap=output_shape(text)[1],
+        context=config.context,
+        autoregressive=config.autoregressive,
     )
     checkpoint.check_against(made, target, "the draft to train")
     return made
 
 
-def _rope(text: Any) -> dict[str, Any]:
+def _tapped(config: TrainConfig, target: Target) -> tuple[int, ...]:
+    return () if config.context == "none" else config.target_layer_ids or default_layer_ids(target.num_layers)
+
+
+def output_shape(text: Any) -> tuple[float, float | None]:
+    """What the target does to its head's logits: a multiplier, and a soft cap or None."""
+    scaling = float(getattr(text, "logits_scaling", None) or 1.0)
+    return 1.0 / scaling, getattr(text, "final_logit_softcapping", None)
+
+
+def rope_of(text: Any) -> dict[str, Any]:
     rope = dict(getattr(text, "rope_parameters", None) or {})
     if "full_attention" in rope:  # by layer type: the draft's layers are full ones
         rope = dict(rope["full_attention"])
@@ -150,7 +162,7 @@ def _copy_draft(folder: str | Path, network: DFlashNetwork) -> set[str]:
     own = {name: tuple(p.shape) for name, p in network.named_parameters()}
     if own != {name: tuple(w.shape) for name, w in weights.items()}:
         raise FlashdraftError(f"{folder} has layers of another shape than this configuration; they have to be equal.")
-    network.load_state_dict({k: v.to(network.fc.weight.dtype) for k, v in weights.items()}, strict=True)
+    network.load_state_dict({k: v.to(network.norm.weight.dtype) for k, v in weights.items()}, strict=True)
     return set(own)
 
 
@@ -179,9 +191,10 @@ def _copy_target(network: DFlashNetwork, target: Target, sequences: Sequence[Tok
 def _copy_edges(network: DFlashNetwork, target: Target) -> None:
     """fc, the norm behind it and the final norm."""
     width = network.config.hidden_size
-    network.fc.weight.zero_()
-    network.fc.weight[:, -width:] = torch.eye(width)  # the deepest tap comes last
-    network.hidden_norm.weight.copy_(network.get_parameter("layers.0.input_layernorm.weight"))
+    if network.config.context != "none":
+        network.fc.weight.zero_()
+        network.fc.weight[:, -width:] = torch.eye(width)  # the deepest tap comes last
+        network.hidden_norm.weight.copy_(network.get_parameter("layers.0.input_layernorm.weight"))
     final = getattr(target.model.base_model, "norm", None)
     if final is not None and final.weight.shape == network.norm.weight.shape:
         network.norm.weight.copy_(final.weight)
