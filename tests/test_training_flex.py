@@ -17,9 +17,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from bed import random_network, tiny_target
 from flashdraft.target import Target
-from flashdraft.training import flex, trainer
+from flashdraft.training import flex
 from flashdraft.training.blocks import Blocks, block_states, make_blocks
 from flashdraft.training.flex import choose_attention, tile_mask, visible_runs
+from flashdraft.training.methods import dflash
 from flashdraft.training.plan import Piece
 from flashdraft.types import FlashdraftError
 from test_training_blocks import MASK, features_of, flex_that_trains_on_a_cpu, piece, sequence
@@ -102,7 +103,7 @@ def test_training_is_the_same_both_ways(tmp_path: Path, monkeypatch: pytest.Monk
     """Two steps, the second with half a batch: the same losses, gradients' norms and weights."""
     rows, found = answers(2), []
     for attention in ("sdpa", "flex"):
-        monkeypatch.setattr(trainer, "choose_attention", lambda *args, attention=attention: attention)
+        monkeypatch.setattr(dflash, "choose_attention", lambda *args, attention=attention: attention)
         (tmp_path / attention).mkdir()
         run = tiny_trainer(tmp_path / attention, rows, dtype="float64", num_layers=1, window=12, blocks_per_batch=64)
         assert run.plan.steps_per_epoch == 2 and len(run.plan.batches(1)[0]) == 2

@@ -66,7 +66,7 @@ def _train(target: Target, values: Mapping[str, Any], seconds: float) -> dict[st
     with _Deadline(loaded + 1.1 * left + 1) as progress:
         trainer.run(progress)
     report = {
-        "layers": config.num_layers, "block_size": config.block_size, "attention": trainer.attention,
+        "layers": config.num_layers, "block_size": config.block_size, "attention": trainer.method.attention,
         "parameters": sum(p.numel() for p in trainer.method.network.parameters()),
         "sequences": len(trainer.sequences), "anchors_an_epoch": trainer.plan.num_anchors, "steps": trainer.step,
         "epochs": round(trainer.step / trainer.plan.steps_per_epoch, 2), "load_seconds": round(loaded - began, 1),
