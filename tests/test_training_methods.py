@@ -22,7 +22,7 @@ from flashdraft.training.data import TokenSequence
 from flashdraft.training.methods.dflash import reveal
 from flashdraft.training.objectives import Head, SlotHeads, Targets, head_loss
 from flashdraft.training.plan import Piece
-from flashdraft.training.run import build_trainer, exported
+from flashdraft.training.run import _chat_command, build_trainer, exported
 from flashdraft.training.trainer import Trainer
 from flashdraft.types import FlashdraftError, Request, SamplingParams
 from test_training_trainer import answers, tiny_config
@@ -279,6 +279,7 @@ def test_a_draft_models_folder_is_loaded_as_one(tmp_path: Path) -> None:
     for name, weight in trainer.masters.best_weights.items():
         assert torch.equal(drafter.model.model.get_parameter(name), weight)
     assert json.loads((tmp_path / "draft" / "training.json").read_text())["config"]["method"] == "draft_model"
+    assert "--drafter draft_model --draft" in _chat_command(trainer)
     plain = decode(target, None, [[5, 6, 7]], max_tokens=12)[0]
     assert decode(target, drafter, [[5, 6, 7]], max_tokens=12)[0].token_ids == plain.token_ids
 

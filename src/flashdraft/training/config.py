@@ -34,7 +34,7 @@ class TrainConfig:
         anchors_per_sequence: random anchors of a sequence in an epoch; None is every position.
         anchors_per_piece: blocks that share one attention call; the unit batches are made of. None: 32; a draft
             model reads a whole sequence for any piece of it, and takes 1024.
-        blocks_per_batch: blocks of one forward and backward pass. None: four pieces.
+        blocks_per_batch: blocks of one forward and backward pass. None: 128; of a draft model four pieces.
         accumulate: passes of one optimizer step (all processes together).
         mix: sequences whose pieces are shuffled together; their features are held in memory.
         attention: "flex" (one FlexAttention call a pass, for CUDA), "sdpa" (a call per piece) or "auto".
@@ -120,7 +120,7 @@ class TrainConfig:
         _require(self.method in _NUM_LAYERS, "method", self.method, f"one of {', '.join(_NUM_LAYERS)}")
         self._fill("num_layers", _NUM_LAYERS[self.method])
         self._fill("anchors_per_piece", 1024 if self.method == "draft_model" else 32)
-        self._fill("blocks_per_batch", 4 * self.anchors_per_piece)
+        self._fill("blocks_per_batch", 4 * self.anchors_per_piece if self.method == "draft_model" else 128)
         for name in ("num_layers", "accumulate", "mix", "anchors_per_piece", "log_steps", "loss_chunk"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _require(bool(self.data), "data", self.data, "at least one sequence file")

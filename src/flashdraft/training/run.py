@@ -111,7 +111,9 @@ def _chat_command(trainer: Trainer) -> str:
     run, target = trainer.checkpoints.run, trainer.config.target
     draft = run / "best" if (run / "best").exists() else run / "latest"
     other = [] if target == DEFAULT_TARGET else ["--target", target]
-    return shlex.join(["flashdraft", "chat", *other, "--draft", str(draft)])
+    # a language model is a draft only if it is called one
+    called = ["--drafter", "draft_model"] if trainer.config.method == "draft_model" else []
+    return shlex.join(["flashdraft", "chat", *other, *called, "--draft", str(draft)])
 
 
 def _opening(trainer: Trainer, resumed: bool) -> str:
