@@ -39,6 +39,8 @@ from flashdraft.training.trainer import Trainer
 from flashdraft.training.validation import load_prompts
 from flashdraft.types import FlashdraftError, Request, SamplingParams
 
+_RIVAL = ["target_layer_ids=null", "draft_vocab=null", "num_layers=1"]  # what DFlash's base sets and they have not
+
 # name -> what it changes. Batches keep the anchors of a step; N... is the number of sequences.
 VARIANTS: dict[str, list[str]] = {
     "base": [],
@@ -64,6 +66,14 @@ VARIANTS: dict[str, list[str]] = {
     "64 sequences": [],
     "256 sequences": [],
     "1024 sequences": [],
+    # rivals, with the rates that a short run of each liked best
+    "Medusa": ["method=medusa", *_RIVAL, "lr_head=3e-4"],
+    "EAGLE-3": ["method=eagle3", "target_layer_ids=null", "num_layers=1", "lr_head=3e-4"],
+    "draft model": ["method=draft_model", *_RIVAL, "num_layers=2", "anchors_per_piece=1024", "blocks_per_batch=4096"],
+    # DFlash without one of its parts
+    "fused at the input": ["context=fused"],
+    "no features": ["context=none", "target_layer_ids=null"],
+    "autoregressive": ["autoregressive=true"],
 }
 
 
@@ -155,6 +165,8 @@ def train(config: TrainConfig, target: Target, count: int | None) -> Trainer:
     finally:
         training_run.load_sequences = load
     trainer.resume()
+    if trainer.config.threads == 1:  # its own time, so that other work beside it costs no run a part of its budget
+        trainer.length.clock = time.process_time
     with Progress(Console(stderr=True), trainer.length.known_steps, trainer.step) as progress:
         trainer.run(progress)
     if trainer.interrupted:

@@ -9,7 +9,7 @@ step's rate is a function of its number again, and a resumed run repeats it to t
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .config import TrainConfig
@@ -22,7 +22,11 @@ class RunLength:
 
     Attributes:
         num_steps: steps in all; a huge number while only the clock knows.
+        clock: seconds of something that goes by; `time.process_time` makes the minutes those of the CPU, so that
+            runs of one thread beside other work have equal budgets.
     """
+
+    clock: Callable[[], float] = staticmethod(time.monotonic)
 
     def __init__(self, config: TrainConfig, steps_per_epoch: int) -> None:
         self._config = config
@@ -36,12 +40,12 @@ class RunLength:
 
     def start(self) -> None:
         """The clock runs from here."""
-        self._began = time.monotonic()
+        self._began = self.clock()
 
     @property
     def seconds(self) -> float:
         """Time the run has had, earlier processes included."""
-        return self._before + (time.monotonic() - self._began if self._began is not None else 0.0)
+        return self._before + (self.clock() - self._began if self._began is not None else 0.0)
 
     @property
     def known_steps(self) -> int | None:
