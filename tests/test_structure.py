@@ -24,6 +24,7 @@ ORDER = [
     "training.trainer", "training.run",
     "evaluation", "evaluation.tasks", "evaluation.records", "evaluation.summary", "evaluation.planner", "evaluation.predictions", "evaluation.bench", "evaluation.costs", "evaluation.tables",
     "evaluation.svg", "evaluation.figures", "evaluation.token_view", "evaluation.report", "evaluation.memory", "evaluation.plan_view",
+    "engines",
     "terminal", "chat", "doctor", "demo", "options", "training.commands", "evaluation.commands", "cli", "__init__", "__main__",
 ]  # fmt: skip
 
