@@ -261,8 +261,8 @@ BUGS = [
     Bug(
         "Medusa: heads one off",
         "drafters/medusa.py",
-        "pairs = list(zip(self.blocks, self.lm_heads, strict=True))[:num_heads]",
-        "pairs = list(zip(self.blocks, self.lm_heads, strict=True))[1:][:num_heads]",
+        "read = self.states(states, num_heads).unbind(-2)",
+        "read = self.states(states, num_heads).roll(1, -2).unbind(-2)",
         "test_rivals.py",
         "medusa_chain",
     ),

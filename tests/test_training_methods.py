@@ -17,8 +17,9 @@ from flashdraft.drafters.draft_model import DraftModelDrafter
 from flashdraft.engine import Engine
 from flashdraft.target import Target
 from flashdraft.training.blocks import make_blocks
-from flashdraft.training.config import make_config
+from flashdraft.training.config import _NUM_LAYERS, make_config
 from flashdraft.training.data import TokenSequence
+from flashdraft.training.methods import METHODS as TRAINED
 from flashdraft.training.methods.dflash import reveal
 from flashdraft.training.objectives import Head, SlotHeads, Targets, head_loss
 from flashdraft.training.plan import Piece
@@ -231,6 +232,7 @@ def test_what_a_method_has_not_is_refused(changes: dict[str, Any], sentence: str
     with pytest.raises(FlashdraftError) as caught:
         make_config({"run": "r", "target": "t", "data": ["d"], **changes})
     assert sentence in str(caught.value)
+    assert list(TRAINED) == list(_NUM_LAYERS)  # what is accepted is there
 
 
 @pytest.mark.parametrize(

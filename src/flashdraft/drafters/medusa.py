@@ -198,15 +198,15 @@ class MedusaNetwork(nn.Module):
             nn.Linear(config.hidden_size, config.vocab_size, bias=False) for _ in range(config.num_heads)
         )
 
-    def states(self, states: torch.Tensor) -> torch.Tensor:
-        """What the heads' projections read, [..., K, D]."""
-        return torch.stack([block(states) for block in self.blocks], dim=-2)
+    def states(self, states: torch.Tensor, num_heads: int | None = None) -> torch.Tensor:
+        """What the first heads' projections read (None: all), [..., K, D]."""
+        return torch.stack([block(states) for block in list(self.blocks)[:num_heads]], dim=-2)
 
     def forward(self, states: torch.Tensor, num_heads: int | None = None) -> torch.Tensor:
         """Logits [..., K, V] of states [..., D]; [..., k - 1, :] is about the token k places behind the
         one that the state itself predicts."""
-        pairs = list(zip(self.blocks, self.lm_heads, strict=True))[:num_heads]
-        return torch.stack([head(block(states)) for block, head in pairs], dim=-2)
+        read = self.states(states, num_heads).unbind(-2)
+        return torch.stack([head(part) for head, part in zip(self.lm_heads, read, strict=False)], dim=-2)
 
 
 class MedusaDrafter:
@@ -219,6 +219,7 @@ class MedusaDrafter:
     """
 
     name = "medusa"
+    bytes_per_context_token = 0  # a row's last state is all that is kept
 
     def __init__(
         self, network: MedusaNetwork, target: Target, block_size: int | None = None, use_tree: bool | None = None

@@ -77,7 +77,9 @@ def master_dtype(target: Target) -> torch.dtype:
 
 
 def start_like(network: nn.Module, seed: int) -> dict[str, torch.Tensor]:
-    """Random weights: norms are 1, biases 0, matrices normal; those that end a residual branch are small."""
+    """The first weights of a draft of any method: norms are 1, biases 0, matrices normal; those that end a
+    residual branch are small. A seed's numbers are drawn in fp32, in the order of the network's names, and
+    runs depend on them."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for name, parameter in network.named_parameters():

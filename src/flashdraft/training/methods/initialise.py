@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from ...target import Target
 from ...types import FlashdraftError
 from ..config import TrainConfig
 from ..data import TokenSequence
+from .base import master_dtype, start_like, take_over
 
 # of the target's decoder layers, Llama's names, which Qwen, Mistral, SmolLM and others share
 _COPIED = [
@@ -141,29 +141,15 @@ def _has_bias(target: Target) -> bool:
 def new_network(
     config: TrainConfig, shape: DraftConfig, target: Target, sequences: Sequence[TokenSequence]
 ) -> tuple[DFlashNetwork, set[str]]:
-    """A network in fp32 (fp64 for such a target), and the names of weights that are copies."""
-    generator = torch.Generator().manual_seed(config.seed)
-    network = DFlashNetwork(shape).to(torch.float64 if target.dtype == torch.float64 else torch.float32)
-    with torch.no_grad():
-        for name, parameter in network.named_parameters():
-            if parameter.ndim > 1:
-                values = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
-                parameter.copy_(values * (0.02 if "down" not in name and "o_proj" not in name else 0.01))
-            elif name.endswith("bias"):
-                parameter.zero_()
-    if config.init_from is not None:
-        return network, _copy_draft(config.init_from, network)
+    """A network in full precision, and the names of weights that are copies."""
+    network = DFlashNetwork(shape).to(master_dtype(target))
+    network.load_state_dict(start_like(network, config.seed), strict=True)
+    if config.init_from is not None:  # its block size may be another one
+        weights = dict(network.state_dict())
+        copied = take_over(weights, checkpoint.read(config.init_from)[1], config.init_from)
+        network.load_state_dict(weights, strict=True)
+        return network, copied
     return network, _copy_target(network, target, sequences) if config.init == "target" else set()
-
-
-def _copy_draft(folder: str | Path, network: DFlashNetwork) -> set[str]:
-    """Start from another draft; its shape has to be the same, its block size may differ."""
-    _, weights = checkpoint.read(folder)
-    own = {name: tuple(p.shape) for name, p in network.named_parameters()}
-    if own != {name: tuple(w.shape) for name, w in weights.items()}:
-        raise FlashdraftError(f"{folder} has layers of another shape than this configuration; they have to be equal.")
-    network.load_state_dict({k: v.to(network.norm.weight.dtype) for k, v in weights.items()}, strict=True)
-    return set(own)
 
 
 @torch.no_grad()
