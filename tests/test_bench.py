@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import bed
+import rivals
 from cli_bed import save_target
 from flashdraft import cli, drafters
 from flashdraft.engine import Engine
@@ -32,6 +34,7 @@ class KnownAnswers:
 
     target_layer_ids: tuple[int, ...] = ()
     drafts_trees = False
+    bytes_per_context_token = 0
 
     def __init__(self, target: Target, right: bool) -> None:
         self.name, self.max_draft_tokens = ("echo" if right else "wrong"), BLOCK - 1
@@ -166,6 +169,57 @@ def test_echo_and_wrong(right: bool, folder: Path, target: Target, tmp_path: Pat
     assert all(slot.survival == float(right) for s in found for slot in s.slots)
     lines = [line.split(" | ") for line in tables.markdown(recorded).splitlines() if " | known | " in line]
     assert [line[6] for line in lines] == [f"{tau:.2f} [{tau:.2f}, {tau:.2f}]"] * 6
+
+
+def tensors(state: Any) -> list[Any]:
+    """All tensors an object holds, in lists, dicts and attributes."""
+    import torch
+
+    if isinstance(state, torch.Tensor):
+        return [state]
+    parts = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else None
+    return [t for part in (parts if parts is not None else vars(state).values() if hasattr(state, "__dict__") else ())
+            for t in tensors(part)]  # fmt: skip
+
+
+def held(drafter: Any, target: Target, slots: int) -> int:
+    """Bytes of a drafter's state in an engine of two rows that has decoded a little."""
+    engine = Engine(target, drafter, max_rows=2, max_context=slots)
+    engine.run([Request(prompt, SamplingParams(max_tokens=4)) for prompt in bed.PROMPTS[:2]])
+    return sum(t.nbytes for t in tensors(engine.session.state))
+
+
+@pytest.mark.parametrize(
+    "name", ["none", "ngram", "medusa", "draft_model", "eagle3", "tree", "dflash", "fused", "own", "block of 1"]
+)
+def test_bytes_of_a_context_token_are_those_of_the_tensors(name: str) -> None:
+    """What a state grows by when its engine holds 128 tokens more, in two rows."""
+    target = bed.tiny_target("llama", "float32")
+    eagle = rivals.Eagle3Network(rivals.eagle_config(target))
+    heads = rivals.MedusaNetwork(rivals.MedusaConfig(target.hidden_size, bed.VOCAB, 3, 1, bias=True, choices=()))
+    own = {context: bed.random_network(target, context=context, target_layer_ids=(0, 1) if context == "fused" else ())
+           for context in ("fused", "none")}  # fmt: skip
+    drafter: Any = {
+        "none": drafters.NoDrafter,
+        "ngram": drafters.NGramDrafter,
+        "medusa": lambda: rivals.MedusaDrafter(heads, target),
+        "draft_model": lambda: rivals.DraftModelDrafter(bed.tiny_target("qwen3", "float32"), target),
+        "eagle3": lambda: rivals.Eagle3Drafter(eagle, target, bed_ids(), 4),
+        "tree": lambda: rivals.Eagle3Drafter(eagle, target, bed_ids(), None, rivals.TREE),
+        "dflash": lambda: bed.dflash_drafter(target),
+        "fused": lambda: rivals.OwnContextDrafter(own["fused"], target),
+        "own": lambda: rivals.OwnContextDrafter(own["none"], target),
+        "block of 1": lambda: rivals.OwnContextDrafter(own["fused"], target, 1),
+    }[name]()
+    grown = held(drafter, target, 64 + 2 * 64) - held(drafter, target, 64)
+    assert grown == 2 * 128 * drafter.bytes_per_context_token
+    assert (drafter.bytes_per_context_token == 0) == (name in ("none", "ngram", "medusa", "block of 1"))
+
+
+def bed_ids() -> Any:
+    import torch
+
+    return torch.tensor(rivals.EAGLE_IDS)
 
 
 # -- figures from records ----------------------------------------------------------------------

@@ -48,6 +48,11 @@ class Drafter(Protocol):
         """Whether drafts may have `parents_BN`: then rejection acceptance is refused."""
         ...
 
+    @property
+    def bytes_per_context_token(self) -> int:
+        """Bytes that a token of context takes in the drafter's own tensors; 0 if it keeps none."""
+        ...
+
     def open(self, rows: int, capacity: int) -> Any:
         """State for `rows` requests at a time of up to `capacity` tokens each."""
         ...
@@ -73,6 +78,7 @@ class NoDrafter:
     target_layer_ids: tuple[int, ...] = ()
     max_draft_tokens = 0
     drafts_trees = False
+    bytes_per_context_token = 0
 
     def open(self, rows: int, capacity: int) -> None:
         return None

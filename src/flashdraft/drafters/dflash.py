@@ -206,6 +206,13 @@ class DFlashDrafter:
         vocab_ids = checkpoint.read_vocab(folder, config)
         return cls(network.to(device=target.device, dtype=target.dtype), target, block_size, vocab_ids, passes)
 
+    @property
+    def bytes_per_context_token(self) -> int:
+        """Keys and values of every layer; a block of 1 keeps none."""
+        config = self.network.config
+        numbers = 2 * config.num_layers * config.num_kv_heads * config.head_dim if self.block_size > 1 else 0
+        return numbers * self.network.norm.weight.element_size()
+
     def open(self, rows: int, capacity: int) -> DFlashState:
         return DFlashState(rows, capacity, self.block_size)
 

@@ -31,9 +31,20 @@ class OwnContextDrafter(DFlashDrafter):
 
     contexts = ("fused", "none")
 
+    @property
+    def bytes_per_context_token(self) -> int:
+        """Keys and values, and the fused feature."""
+        return super().bytes_per_context_token + self._feature.nbytes
+
+    @property
+    def _feature(self) -> torch.Tensor:
+        """Any tensor like the feature that is kept of a token: empty where none is."""
+        keeps = self.network.config.context == "fused" and self.block_size > 1
+        weight: torch.Tensor = self.network.norm.weight
+        return weight if keeps else weight[:0]
+
     def open(self, rows: int, capacity: int) -> OwnContextState:
-        like = self.network.norm.weight if self.network.config.context == "fused" else self.network.norm.weight[:0]
-        return OwnContextState(rows, capacity, self.block_size, like)
+        return OwnContextState(rows, capacity, self.block_size, self._feature)
 
     def reset(self, state: DFlashState, row: int, num_context: int, token: int) -> None:
         # the feature of position num_context - 1 stays where it is: it predicts whatever token comes there

@@ -6,6 +6,7 @@ Speculative decoding as first published (Leviathan et al., arXiv 2211.17192; Che
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -68,6 +69,14 @@ class DraftModelDrafter:
         """From whatever `Target.load` takes, in the target's precision and on its device."""
         model = Target.load(folder, dtype=target.dtype, device=target.device)
         return cls(model, target) if block_size is None else cls(model, target, block_size)
+
+    @functools.cached_property
+    def bytes_per_context_token(self) -> int:
+        """Asked of the model with one token: its layers' heads may differ."""
+        cache = self.model.new_cache(1, 1)
+        ids = torch.zeros(1, padded_width(1, self.model.dtype), dtype=torch.int64, device=self.model.device)
+        self.model.forward(ids, cache, [0], valid=[1], keep=slice(0, 0))
+        return cache.bytes_per_slot
 
     def open(self, rows: int, capacity: int) -> DraftModelState:
         return DraftModelState(self.model, rows, capacity, max(64, self.block_size))

@@ -247,6 +247,13 @@ class Eagle3Drafter:
         network = network.to(device=target.device, dtype=target.dtype)
         return cls(network, target, vocab_ids, block_size, tree_shape)
 
+    @property
+    def bytes_per_context_token(self) -> int:
+        """Keys and values of the one layer, and the fused feature that a reused prefix needs."""
+        config = self.network.config
+        numbers = 2 * config.num_kv_heads * config.head_dim + config.hidden_size if self.depth else 0
+        return numbers * self.network.norm.weight.element_size()
+
     def open(self, rows: int, capacity: int) -> Eagle3State:
         slack = 1 + (self.tree_shape.top_k if self.tree_shape else 1) * (self.depth + 1)
         return Eagle3State(rows, capacity, slack, self.network.fc.weight[:, 0])

@@ -220,6 +220,7 @@ class MedusaDrafter:
 
     name = "medusa"
     bytes_per_context_token = 0  # a row's last state is all that is kept
+    bytes_per_context_token = 0  # a row's last state is all that is kept
 
     def __init__(
         self, network: MedusaNetwork, target: Target, block_size: int | None = None, use_tree: bool | None = None

@@ -54,6 +54,7 @@ class NGramDrafter:
     name = "ngram"
     target_layer_ids: tuple[int, ...] = ()
     drafts_trees = False
+    bytes_per_context_token = 0  # a list of ids and a table, in Python
 
     def __init__(self, block_size: int = 8, max_ngram: int = 3, min_ngram: int = 2) -> None:
         if block_size < 1:

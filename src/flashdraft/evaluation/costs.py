@@ -39,6 +39,7 @@ class FreeDrafter:
     name = FREE
     target_layer_ids: tuple[int, ...] = ()
     drafts_trees = False
+    bytes_per_context_token = 0
 
     def __init__(self, block_size: int) -> None:
         self.max_draft_tokens = block_size - 1

@@ -138,7 +138,8 @@ def draft_network(method: str, folder: Path) -> tuple[Any, int, int]:
             from ..drafters.eagle3 import Eagle3Network
 
             other = eagle3_folder.parse_config(raw, where)
-            return Eagle3Network(other), 2 * other.num_kv_heads * other.head_dim, 7
+            # keys and values of one layer, and the fused feature
+            return Eagle3Network(other), 2 * other.num_kv_heads * other.head_dim + other.hidden_size, 7
         if method == "medusa":
             from ..drafters import medusa
 
