@@ -67,7 +67,7 @@ VARIANTS: dict[str, list[str]] = {
     "256 sequences": [],
     "1024 sequences": [],
     # rivals, with the rates that a short run of each liked best
-    "Medusa": ["method=medusa", *_RIVAL, "lr_head=3e-4"],
+    "Medusa": ["method=medusa", *_RIVAL, "lr_head=1e-3"],
     "EAGLE-3": ["method=eagle3", "target_layer_ids=null", "num_layers=1", "lr_head=3e-4"],
     "draft model": ["method=draft_model", *_RIVAL, "num_layers=2", "anchors_per_piece=1024", "blocks_per_batch=4096"],
     # DFlash without one of its parts
