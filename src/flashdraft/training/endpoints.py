@@ -20,7 +20,7 @@ import random
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -104,7 +104,7 @@ class _Endpoint:
         except ValueError as error:
             raise FlashdraftError(f"{url!r} is no endpoint: {error}.") from error
         path = parts.path.rstrip("/")
-        self._path = path if re.fullmatch(r"v\d+", path.rsplit("/", 1)[-1]) else f"{path}/v1"
+        self.path = path if re.fullmatch(r"v\d+", path.rsplit("/", 1)[-1]) else f"{path}/v1"
 
     def find_model(self) -> None:
         """Ask which model is served, unless a name was given; raises _Unusable."""
@@ -123,25 +123,35 @@ class _Endpoint:
     def chat(self, body: Mapping[str, Any]) -> Reply:
         return _reply(self.ask("POST", "chat/completions", {"model": self.model, **body}), self.url)
 
-    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> Any:
-        """The JSON a server answers with; raises _Failed, _Refused or _Unusable."""
+    @contextlib.contextmanager
+    def exchange(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
+        """A reply with status 200 that is still to be read; `path` is the whole one. What goes wrong until
+        it is read raises _Failed, _Refused or _Unusable."""
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if os.environ.get(KEY_VARIABLE):
             headers["Authorization"] = f"Bearer {os.environ[KEY_VARIABLE]}"
         data = None if body is None else json.dumps(body).encode()
         connection = self._connect(self._host, self._port, timeout=timeout or self._timeout)
         try:
-            connection.request(method, f"{self._path}/{path}", data, headers)
+            connection.request(method, path, data, headers)
             response = connection.getresponse()
-            content = response.read(_LARGEST_REPLY)
+            if response.status != 200:
+                content = response.read(_LARGEST_REPLY)
+                raise _status_error(response.status, content, response.getheader("Retry-After"))
+            yield response
         except TimeoutError:
             raise _Failed(f"no answer within {timeout or self._timeout:g} s") from None
         except (OSError, http.client.HTTPException) as error:
             raise _Failed(_one_line(str(error) or type(error).__name__), reached=False) from error
         finally:
             connection.close()
-        if response.status != 200:
-            raise _status_error(response.status, content, response.getheader("Retry-After"))
+
+    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> Any:
+        """The JSON a server answers with; raises _Failed, _Refused or _Unusable."""
+        with self.exchange(method, f"{self.path}/{path}", body, timeout) as response:
+            content = response.read(_LARGEST_REPLY)
         try:
             return json.loads(content)
         except (ValueError, RecursionError):
