@@ -322,7 +322,7 @@ def test_dflash_config_is_an_object(value: Any) -> None:
         ({"num_attention_heads": 30}, "30 query heads do not divide among 8"),
         ({"head_dim": 127}, "head_dim is 127, expected an even number"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' asks for another activation"),
-        ({"draft_vocab_size": 32000}, "draft_vocab_size is 32000, expected the draft's own 151936"),
+        ({"draft_vocab_size": 151937}, "draft_vocab_size is 151937, expected the draft's own 151936"),
         ({"target_hidden_size": 4096}, "target_hidden_size is 4096, expected the draft's own 2560"),
         ({"quantization_config": {"bits": 4}}, "quantised weights"),
         ({"is_neox_style": False}, "interleaved rotary embeddings"),
@@ -345,7 +345,6 @@ def test_what_does_not_fit_together_or_is_not_supported(keys: dict[str, Any], sa
         ({"projector_type": "domino"}, "a head of another method"),
         ({"attention_mode": "mla"}, "another kind of attention"),
         ({"markov_rank": 256}, "a Markov head"),
-        ({"sample_from_anchor": True}, "a block whose anchor slot predicts too"),
     ],
 )
 def test_unsupported_features_are_named(inner: dict[str, Any], said: str) -> None:
@@ -367,8 +366,8 @@ def test_keys_that_change_nothing_are_ignored() -> None:
     ("architecture", "said"),
     [
         ("DFlash2DraftModel", "a DFlash 2 draft"),
-        ("Qwen3DSparkModel", "whose blocks have no anchor"),
-        ("DSparkDraftModel", "whose blocks have no anchor"),
+        ("Gemma4DSparkModel", "a DSpark draft of another family"),
+        ("DSparkDraftModel", "a DSpark draft of another family"),
         ("DFlashLagunaForCausalLM", "a Laguna draft"),
         ("DominoDraftModel", "a Domino draft"),
         ("LiLiCorrDraftModel", "a LiLiCorr draft"),
@@ -479,13 +478,21 @@ SURVEY: dict[str, tuple[dict[str, Any], str | None]] = {
     "RedHatAI/*-speculator.dflash": (
         {"architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash", "block_size": 8,
          "mask_token_id": 151669, "aux_hidden_state_layer_ids": [2, 10, 18], "draft_vocab_size": 32000,
-         "transformer_layer_config": {"model_type": "qwen3", "hidden_size": 2560}},
-        "the format of the package speculators",
+         "transformer_layer_config": {"model_type": "qwen3", "hidden_size": 2560, "intermediate_size": 9728,
+                                      "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+                                      "num_hidden_layers": 3, "vocab_size": 151936, "sliding_window": 2048,
+                                      "layer_types": [S] * 3}},
+        None,
     ),
     "deepseek-ai/dflash_qwen3_4b_block7": (
-        {"architectures": ["Qwen3DSparkModel"], "hidden_size": 2560, "block_size": 7, "mask_token_id": 151669,
-         "target_layer_ids": [1, 9, 17, 25, 33], "markov_rank": 0},
-        "whose blocks have no anchor",
+        {key: value for key, value in QWEN3_4B.items() if key != "dflash_config"}
+        | {"architectures": ["Qwen3DSparkModel"], "block_size": 7, "mask_token_id": 151669, "markov_rank": 0,
+           "target_layer_ids": [1, 9, 17, 25, 33], "num_anchors": 512, "enable_confidence_head": False},
+        None,
+    ),
+    "deepseek-ai/dspark_qwen3_4b_block7": (
+        {"architectures": ["Qwen3DSparkModel"], "block_size": 7, "mask_token_id": 151669, "markov_rank": 256},
+        "with a Markov head",
     ),
     "poolside/Laguna-*-DFlash": (
         {"architectures": ["DFlashLagunaForCausalLM"], "model_type": "laguna",
@@ -934,7 +941,8 @@ def test_disk_errors_are_sentences(folder: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_training_is_optional_and_read_back(folder: Path) -> None:
-    assert checkpoint.read_training(folder) == {"steps": 3}
+    training = checkpoint.read_training(folder)
+    assert training == {"steps": 3, "draft_sha256": checkpoint.digest(checkpoint.read(folder)[1])}
     (folder / "training.json").unlink()
     assert checkpoint.read_training(folder) is None
 

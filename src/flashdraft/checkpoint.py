@@ -2,8 +2,9 @@
 
 A folder holds config.json (draft_config.py) and model.safetensors: the weights without embedding and
 head, which are the target's. `training.json`, what made the draft, travels along if it is there.
-A draft trained on a part of the vocabulary has the part's ids in draft_vocab.safetensors: engines
-that do not know the file draft from the whole vocabulary, with the same weights.
+A draft trained on a part of the vocabulary has the part's ids in draft_vocab.safetensors (or, where an
+engine would take that for weights, in draft_vocab.json): engines that do not know the file draft from the
+whole vocabulary, with the same weights. Folders in other layouts (foreign_config.py) are read as well.
 """
 
 from __future__ import annotations
@@ -14,12 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
 
 from .draft_config import ABLATION, ARCHITECTURE, FULL, SLIDING, DraftConfig, parse_config
 from .draft_folder import (
     TRAINING,
-    VOCAB,
     check_tensors,
     kinds_of,
     on_cpu,
@@ -29,14 +28,16 @@ from .draft_folder import (
     reading,
     write_files,
 )
+from .draft_tables import TABLE_KINDS, check_tables, read_tables, read_vocab, table_shapes
 from .types import FlashdraftError
 
 if TYPE_CHECKING:
     from .target import Target
 
 __all__ = [
-    "ARCHITECTURE", "DraftConfig", "check_against", "config_json", "parse_config", "read", "read_training",
-    "read_vocab", "target_digest", "target_warning", "tensor_shapes", "write",
+    "ARCHITECTURE", "DraftConfig", "check_against", "check_tables", "config_json", "digest", "draft_warning",
+    "parse_config", "read", "read_tables", "read_training", "read_vocab", "target_digest", "target_warning",
+    "tensor_shapes", "write",
 ]  # fmt: skip
 
 
@@ -48,7 +49,9 @@ def read(folder: str | Path) -> tuple[DraftConfig, dict[str, torch.Tensor]]:
     """
     path, raw = read_config(folder)
     config = parse_config(raw, str(path))
-    return config, read_tensors(path, tensor_shapes(config))
+    shapes = tensor_shapes(config)
+    tensors = read_tensors(path, shapes, table_shapes(raw, config), TABLE_KINDS)
+    return config, {name: tensors[name] for name in shapes}
 
 
 def read_training(folder: str | Path) -> dict[str, Any] | None:
@@ -57,22 +60,6 @@ def read_training(folder: str | Path) -> dict[str, Any] | None:
     file = Path(folder).expanduser() / TRAINING
     with reading(file):
         return read_json(file) if file.exists() else None
-
-
-def read_vocab(folder: str | Path, config: DraftConfig) -> torch.Tensor | None:
-    """The ids a draft was trained to propose, int64 and rising, or None for the whole vocabulary."""
-    file = Path(folder).expanduser() / VOCAB
-    with reading(file):
-        if not file.exists():
-            return None
-        with safe_open(file, framework="pt") as stored:
-            names = list(stored.keys())
-            ids: torch.Tensor | None = stored.get_tensor("ids") if names == ["ids"] else None
-    if ids is None or ids.dtype != torch.int64 or ids.ndim != 1 or not len(ids):
-        raise FlashdraftError(f"{file} holds {', '.join(names) or 'nothing'}; expected one int64 list named ids.")
-    if int(ids[0]) < 0 or int(ids[-1]) >= config.vocab_size or bool((ids[1:] <= ids[:-1]).any()):
-        raise FlashdraftError(f"{file}: the ids do not rise strictly within the vocabulary of {config.vocab_size}.")
-    return ids
 
 
 def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
@@ -123,20 +110,35 @@ def check_against(config: DraftConfig, target: Target, where: str = "the draft")
 
 
 def target_digest(target: Target) -> str | None:
-    """SHA-256 that tells a target's weights from others': of names, shapes and up to 1024 values of
-    each tensor, spread over it, rounded to bfloat16, so that a target has the same one in bfloat16 and
-    float32. None for float16, which bfloat16 weights do not survive."""
-    if target.dtype == torch.float16:
-        return None
-    digest = hashlib.sha256()
-    for name, weight in sorted(target.model.state_dict().items()):
+    """SHA-256 that tells a target's weights from others' (`digest`). None for float16, which bfloat16
+    weights do not survive."""
+    return None if target.dtype == torch.float16 else digest(target.model.state_dict())
+
+
+def digest(weights: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 of names, shapes and up to 1024 values of each tensor, spread over it, rounded to bfloat16:
+    the same in bfloat16 and float32. It tells weights apart; it is no proof against someone who wants to
+    deceive."""
+    made = hashlib.sha256()
+    for name, weight in sorted(weights.items()):
         if not weight.is_floating_point():
             continue
         flat = weight.detach().reshape(-1)
         values = flat[:: max(1, -(-flat.numel() // 1024))].to(torch.bfloat16).cpu()
-        digest.update(f"{name} {list(weight.shape)}\n".encode())
-        digest.update(values.view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()
+        made.update(f"{name} {list(weight.shape)}\n".encode())
+        made.update(values.view(torch.int16).numpy().tobytes())
+    return made.hexdigest()
+
+
+def draft_warning(training: Mapping[str, Any] | None, folder: str | Path) -> str | None:
+    """A sentence if a draft's weights are not those its training.json was written with; else None."""
+    made = (training or {}).get("draft_sha256")
+    if not isinstance(made, str) or made == digest(read(folder)[1]):
+        return None
+    return (
+        f"{folder} has other weights than its {TRAINING} was written for, so what it says of target and template may "
+        "be wrong; get the folder again, or remove that file."
+    )
 
 
 def target_warning(training: Mapping[str, Any] | None, target: Target) -> str | None:
@@ -166,6 +168,8 @@ def config_json(config: DraftConfig, dtype: torch.dtype) -> dict[str, Any]:
         inner["output_multiplier"] = config.output_multiplier
     if config.softcap is not None:
         inner["final_logit_softcapping"] = config.softcap
+    if config.from_anchor:
+        inner["sample_from_anchor"] = True
     if config.is_ablation:
         inner |= {"context": config.context, "autoregressive": config.autoregressive}
     raw: dict[str, Any] = {
@@ -224,8 +228,8 @@ def write(
     training: Mapping[str, Any] | None = None,
     vocab_ids: torch.Tensor | None = None,
 ) -> None:
-    """Save a draft that `read` and the public tools load. `training` becomes training.json, and
-    `vocab_ids` the draft vocabulary beside the weights.
+    """Save a draft that `read` and the public tools load. `training` becomes training.json, with the
+    weights' digest added, and `vocab_ids` the draft vocabulary beside the weights.
 
     An older draft in the folder is replaced, other files stay, whole or not at all (draft_folder.py).
     """
@@ -233,4 +237,5 @@ def write(
     check_tensors(tensor_shapes(config), kinds_of(tensors), "the network")
     raw = config_json(config, next(iter(tensors.values())).dtype)
     parse_config(raw, "the draft to be saved")  # what is written can be read
-    write_files(folder, raw, tensors, training, vocab_ids)
+    made = None if training is None else {**training, "draft_sha256": digest(tensors)}
+    write_files(folder, raw, tensors, made, vocab_ids)

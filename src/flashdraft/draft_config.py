@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .config_keys import MOST, Keys, is_number, read_rope, short
+from .foreign_config import ARCHITECTURE as ARCHITECTURE
+from .foreign_config import SLIDING as SLIDING
+from .foreign_config import translate
 from .types import FlashdraftError
 
-ARCHITECTURE = "DFlashDraftModel"
 # DFlash without one of its parts (drafters/dflash_ablations.py): another name, so that no engine runs it as DFlash
 ABLATION = "DFlashAblationModel"
 CONTEXTS = ("injected", "fused", "none")
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
 
 # Upper bounds that no draft comes near: a broken file must not make us allocate what it claims.
 _MOST_LAYERS = 1024
@@ -27,13 +29,13 @@ MOST_BLOCK = 1024
 # Keys that published files hold in `dflash_config`, some of them at the top level: looked at there first.
 _INNER = {
     "mask_token_id", "target_layer_ids", "block_size", "num_target_layers", "input_embedding_scale",
-    "output_multiplier", "final_logit_softcapping", "context", "autoregressive",
+    "output_multiplier", "final_logit_softcapping", "context", "autoregressive", "sample_from_anchor",
 }  # fmt: skip
 
 # Other methods and formats, by a part of their architecture's name. One sentence is all they get.
 _OTHER_METHODS = {
     "dflash2": "a DFlash 2 draft (convolutions and a candidate selector), which is not supported yet",
-    "dspark": "a DSpark or DeepSpec draft, whose blocks have no anchor: another method",
+    "dspark": "a DSpark draft of another family (Qwen3DSparkModel without its extra heads is read)",
     "laguna": "a Laguna draft (gated attention, a norm for every tapped layer): another network",
     "domino": "a Domino draft (a recurrent head on top of DFlash): another method",
     "lilicorr": "a LiLiCorr draft (a head that corrects the block): another method",
@@ -57,7 +59,6 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "rope_is_neox_style": ((True,), "interleaved rotary embeddings"),
     "use_gemma_norm": ((False,), "Gemma's norm"),
     "markov_rank": ((0,), "a Markov head"),
-    "sample_from_anchor": ((False,), "a block whose anchor slot predicts too"),
     "has_own_lm_head": ((False,), "a head of the draft's own"),
     "logit_scale": ((1,), "scaled logits (output_multiplier is the key for them)"),
     "hidden_act": (("silu",), "another activation"),
@@ -73,7 +74,8 @@ class DraftConfig:
     sees no later ones. `block_size` counts the anchor. `target_layer_ids`: outputs of the target's
     decoder layers, counted from 0, joined in this order. `num_target_layers` 0 is not known.
     `context`: how features of the context reach the network ("injected" is DFlash); `autoregressive`:
-    a block is filled left to right, a pass for each token.
+    a block is filled left to right, a pass for each token. `from_anchor`: slot i predicts the token behind
+    its own position, so the anchor's slot predicts too and the network sees block_size - 1 slots.
     """
 
     hidden_size: int
@@ -97,6 +99,7 @@ class DraftConfig:
     softcap: float | None = None
     context: str = "injected"
     autoregressive: bool = False
+    from_anchor: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -112,8 +115,11 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> DraftCon
 
     DFlash's own keys are looked for in `dflash_config`, then at the top; rope in `rope_parameters`
     (new) or `rope_theta` and `rope_scaling` (old). Raises one FlashdraftError that lists all
-    problems; drafts of other methods get one sentence.
+    problems; drafts of other methods get one sentence. Layouts that foreign_config.py knows are read too.
     """
+    foreign = translate(raw, where)
+    if foreign is not None:
+        raw, where = foreign.raw, f"{where} (layout of {foreign.layout})"
     _refuse_other_methods(raw, where)
     keys = Keys(raw, "dflash_config", _INNER)
     context = _context(keys)
@@ -142,6 +148,7 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> DraftCon
         softcap=_softcap(keys),
         context=context,
         autoregressive=keys.get("autoregressive") is True,
+        from_anchor=_from_anchor(keys),
     )
     problems = keys.problems + _contradictions(config, keys)
     if problems:
@@ -150,11 +157,6 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> DraftCon
 
 
 def _refuse_other_methods(raw: Mapping[str, Any], where: str) -> None:
-    if "speculators_model_type" in raw:
-        raise FlashdraftError(
-            f"{where} is in the format of the package speculators, which numbers layers differently and is not read; "
-            f"expected the z-lab layout (architectures [{ARCHITECTURE!r}] and dflash_config)."
-        )
     names = raw.get("architectures")
     if names is None or names in ([ARCHITECTURE], [ABLATION]):  # left out by some; then the other keys must do
         return
@@ -176,6 +178,8 @@ def _contradictions(config: DraftConfig, keys: Keys) -> list[str]:
     for name, own in (("draft_vocab_size", config.vocab_size), ("target_hidden_size", config.hidden_size)):
         if keys.top.get(name) not in (None, own):
             problems.append(f"{name} is {short(keys.top[name])}, expected the draft's own {own} (or no such key)")
+    if config.is_ablation and config.from_anchor:
+        problems.append("sample_from_anchor does not go with context or autoregressive")
     if config.num_heads % config.num_kv_heads:
         problems.append(f"{config.num_heads} query heads do not divide among {config.num_kv_heads} key/value heads")
     if config.head_dim % 2:
@@ -206,6 +210,13 @@ def _context(keys: Keys) -> str:
     if keys.top.get("architectures") != [ABLATION] and (value != "injected" or keys.get("autoregressive")):
         keys.problems.append(f"context {short(value)} and autoregressive are for architectures [{ABLATION!r}] only")
     return str(value)
+
+
+def _from_anchor(keys: Keys) -> bool:
+    value = keys.get("sample_from_anchor")
+    if value is not None and not isinstance(value, bool):
+        keys.problem("sample_from_anchor", value, "true or false")
+    return value is True
 
 
 def _softcap(keys: Keys) -> float | None:

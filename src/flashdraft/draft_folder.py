@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from .types import FlashdraftError
 
 CONFIG, WEIGHTS, TRAINING = "config.json", "model.safetensors", "training.json"
-VOCAB = "draft_vocab.safetensors"
+VOCAB, VOCAB_JSON = "draft_vocab.safetensors", "draft_vocab.json"
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -95,6 +95,17 @@ class DFlashNetwork(nn.Module):
         self.norm = RMSNorm(hidden, config.rms_norm_eps)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_context)
 
+    @classmethod
+    def load(cls, folder: str | Path, dtype: torch.dtype, device: torch.device) -> DFlashNetwork:
+        """The network of a draft folder (checkpoint.py), not to be trained."""
+        config, weights = checkpoint.read(folder)
+        with torch.device("meta"):
+            network = cls(config)
+        network.load_state_dict(weights, strict=True, assign=True)
+        del weights  # or the conversion below would hold both copies of the whole network
+        network.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_context)
+        return network.requires_grad_(False).to(device=device, dtype=dtype)
+
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """Context features [..., F] -> [..., D]."""
         out: torch.Tensor = self.hidden_norm(self.fc(features))
@@ -195,16 +206,11 @@ class DFlashDrafter:
     @classmethod
     def load(cls, folder: str | Path, target: Target, block_size: int | None = None, passes: int = 1) -> DFlashDrafter:
         """From a draft folder (checkpoint.py). Raises FlashdraftError if it does not fit the target."""
-        config, weights = checkpoint.read(folder)
+        config = checkpoint.read(folder)[0]
         checkpoint.check_against(config, target, str(folder))
-        with torch.device("meta"):
-            network = DFlashNetwork(config)
-        network.load_state_dict(weights, strict=True, assign=True)
-        del weights  # or a conversion below would hold both copies of the whole network
-        network.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_context)
-        network.requires_grad_(False)
-        vocab_ids = checkpoint.read_vocab(folder, config)
-        return cls(network.to(device=target.device, dtype=target.dtype), target, block_size, vocab_ids, passes)
+        checkpoint.check_tables(folder, config, target)
+        network = DFlashNetwork.load(folder, target.dtype, target.device)
+        return cls(network, target, block_size, checkpoint.read_vocab(folder, config), passes)
 
     @property
     def bytes_per_context_token(self) -> int:
@@ -292,15 +298,21 @@ class DFlashDrafter:
     def _block_logits(
         self, state: DFlashState, rows: Sequence[int], lengths: Sequence[int], known_BN: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Logits [B, N, V] of the masked slots, from one pass over all rows' blocks; V counts the
-        draft's own vocabulary. known_BN: tokens of slots that are filled already, -1 for the others."""
+        """Logits [B, N, V] of the drafted tokens, from one pass over all rows' blocks; V counts the
+        draft's own vocabulary. known_BN: tokens of slots that are filled already, -1 for the others.
+
+        A slot predicts its own token, except in a draft that predicts from the anchor: there it predicts the
+        next one, so the last token needs no slot."""
         config = self.network.config
-        width = max(lengths) + 1
+        first = 0 if config.from_anchor else 1
+        width = max(lengths) + first
         tokens = torch.full((len(rows), width), config.mask_token_id, dtype=torch.int64)
         tokens[:, 0] = torch.tensor([state.anchors[row] for row in rows])
         if known_BN is not None:
-            tokens[:, 1:] = torch.where(known_BN < 0, tokens[:, 1:], known_BN)
-        plan = AttentionPlan(state.cache, rows, width, [length + 1 for length in lengths])
+            known = known_BN[:, : width - 1]
+            tokens[:, 1:] = torch.where(known < 0, tokens[:, 1:], known)
+        # a row that drafts nothing still has its anchor in the pass
+        plan = AttentionPlan(state.cache, rows, width, [max(length + first, 1) for length in lengths])
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return plan.attend(layer, q, k, v, causal=config.causal[layer], window=config.windows[layer])
@@ -308,7 +320,7 @@ class DFlashDrafter:
         embeds = self._block_embeds(state, rows, tokens.to(self._device))
         hidden = self.network(embeds, plan.positions(self._device), attend)
         # flat: of this view torch would multiply row by row, with a copy of the head for each
-        bare = self._head(hidden[:, 1:].flatten(0, 1)).view(len(rows), width - 1, -1)
+        bare = self._head(hidden[:, first:].flatten(0, 1)).view(len(rows), max(lengths), -1)
         logits = self.network.shape_logits(bare)
         if self._vocab_ids is None:
             # ids above the tokenizer's are padding of the table (the mask token is often one): no draft
