@@ -20,13 +20,14 @@ import typer
 from typer.core import TyperGroup
 
 from .evaluation.commands import bench, plan, report
-from .locate import DEFAULT_TARGET, locate_draft, shipped_draft
+from .locate import DEFAULT_TARGET, locate_draft, locate_draft_model, shipped_draft
 from .options import (
     SAMPLING,
     Acceptance,
     BlockSize,
     Device,
     DrafterName,
+    DrafterOptions,
     DraftFolder,
     Dtype,
     FrequencyPenalty,
@@ -46,6 +47,7 @@ from .options import (
     TopP,
     option,
 )
+from .settings import read_overrides
 from .training.commands import regenerate, train
 from .types import FlashdraftError, Request, SamplingParams
 
@@ -161,24 +163,29 @@ def _open(ctx: typer.Context) -> tuple[Target, Drafter]:
     """Target and drafter of a command's options; what cannot work is said before anything loads."""
     options = ctx.params
     name, draft, block_size = options["drafter"], options["draft"], options["block_size"]
-    if block_size is not None and name is None and draft is None:
-        raise FlashdraftError("--block-size is for drafting; add --drafter ngram or --draft FOLDER.")
-    if draft is not None:
-        draft = str(locate_draft(draft))
-    if name is not None:
-        from .drafters import drafter_name
+    own = read_overrides(options["drafter_option"] or [], "--drafter-option")
+    for given, option_name in ((block_size, "--block-size"), (own or None, "--drafter-option")):
+        if given is not None and name is None and draft is None:
+            raise FlashdraftError(f"{option_name} is for drafting; add --drafter ngram or --draft FOLDER.")
+    folder = (locate_draft_model if name == "draft_model" else locate_draft)(draft) if draft is not None else None
+    if name is not None or draft is not None:
+        from .terminal import waiting
 
-        drafter_name(name, draft)
+        with waiting(f"loading {options['target']}"):
+            from .drafters import drafter_name, drafter_options
+
+            name = drafter_name(name, draft, options["target"])
+            own = drafter_options(name, own)
     target = load_target(options["target"], options["dtype"], options["device"], options["threads"])
 
     from .drafters import make_drafter
 
-    made = make_drafter(target, name, draft, block_size)
-    if draft is not None:
+    made = make_drafter(target, name, draft, block_size, **own)
+    if folder is not None:
         from .checkpoint import read_training, target_warning
         from .text import template_warning
 
-        training = read_training(draft)
+        training = read_training(folder)
         for warning in (target_warning(training, target), template_warning(training, target.tokenizer)):
             if warning:
                 _say(f"warning: {warning}")
@@ -218,6 +225,7 @@ def generate(
     target: TargetName = DEFAULT_TARGET,
     draft: DraftFolder = None,
     drafter: OwnDrafterName = None,
+    drafter_option: DrafterOptions = None,
     block_size: BlockSize = None,
     dtype: Dtype = "auto",
     device: Device = None,
@@ -297,6 +305,7 @@ def chat(
     target: TargetName = DEFAULT_TARGET,
     draft: DraftFolder = None,
     drafter: OwnDrafterName = None,
+    drafter_option: DrafterOptions = None,
     block_size: BlockSize = None,
     dtype: Dtype = "auto",
     device: Device = None,
@@ -359,6 +368,7 @@ def demo(
     target: TargetName = DEFAULT_TARGET,
     draft: DraftFolder = None,
     drafter: DrafterName = None,
+    drafter_option: DrafterOptions = None,
     block_size: BlockSize = None,
     dtype: Dtype = "auto",
     device: Device = None,
@@ -373,7 +383,8 @@ def demo(
     if drafter == "none":
         raise FlashdraftError("the demo compares a drafter with none; expected --drafter ngram, or --draft FOLDER.")
     _with_own_draft(ctx)
-    ctx.params["drafter"] = drafter or ("dflash" if ctx.params["draft"] else "ngram")
+    if ctx.params["draft"] is None:
+        ctx.params["drafter"] = drafter or "ngram"
     params = SamplingParams(max_tokens=max_tokens)
     loaded, made = _open(ctx)
     more = [NGramDrafter()] if drafter is None and made.name != "ngram" else []

@@ -116,6 +116,14 @@ def locate_draft(source: str | Path) -> Path:
     return DRAFTS[text]
 
 
+def locate_draft_model(source: str | Path) -> Path:
+    """The folder of a language model that is to draft: whatever a target may be."""
+    try:
+        return locate_target(source)
+    except FlashdraftError as error:
+        raise FlashdraftError(f"the draft model is not there: {error}") from error
+
+
 def shipped_draft(target: str) -> str | None:
     """The alias of the draft that ships for a target, as a user typed it; None if there is none."""
     folder = DRAFTS.get(target)

@@ -29,23 +29,38 @@ TargetName = Annotated[
 ]
 DraftFolder = Annotated[
     str | None,
-    _model("--draft", metavar="FOLDER", help="A trained DFlash draft: its folder, or smollm2 (ships along)."),
-]
+    _model(
+        "--draft", metavar="FOLDER",
+        help="A trained draft of any method, or a small language model: its folder, or smollm2 (ships along).",
+    ),
+]  # fmt: skip
+_DRAFTERS = "none (plain decoding), ngram, dflash, draft_model, medusa or eagle3."
 DrafterName = Annotated[
     str | None,
-    _model("--drafter", metavar="NAME", help="none, ngram or dflash.", show_default="dflash with --draft, else none"),
+    _model("--drafter", metavar="NAME", help=_DRAFTERS, show_default="what the folder of --draft holds, else none"),
 ]
 OwnDrafterName = Annotated[
     str | None,
     _model(
-        "--drafter", metavar="NAME", help="none (plain decoding), ngram or dflash.",
-        show_default="dflash with --draft, or if a draft for the target ships along (smollm2), else none",
+        "--drafter", metavar="NAME", help=_DRAFTERS,
+        show_default="what the folder of --draft holds; without one dflash if a draft for the target ships along "
+        "(smollm2), else none",
+    ),
+]  # fmt: skip
+DrafterOptions = Annotated[
+    list[str] | None,
+    _model(
+        "--drafter-option", metavar="KEY=VALUE", show_default=False,
+        help="May be repeated. ngram: max_ngram, min_ngram; dflash: passes; medusa: tree, nodes; eagle3: tree, top_k, nodes.",
     ),
 ]  # fmt: skip
 BlockSize = Annotated[
     int | None,
-    _model("--block-size", metavar="N", min=1, help="Tokens of a block: the last one known, and N-1 drafted."),
-]
+    _model(
+        "--block-size", metavar="N", min=1,
+        help="Tokens of a block: the last one known, and N-1 drafted (of a tree: N-1 levels).",
+    ),
+]  # fmt: skip
 Dtype = Annotated[
     str,
     _model("--dtype", metavar="NAME", help="float32, bfloat16, float16, float64, or auto: bfloat16 where it is fast."),

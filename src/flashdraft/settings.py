@@ -36,18 +36,19 @@ def read_yaml(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]
     return raw | read_overrides(overrides)
 
 
-def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+def read_overrides(overrides: Sequence[str], option: str = "--set") -> dict[str, Any]:
+    """`key=value` strings as given to an option of the command line; values are YAML."""
     import yaml
 
     found = {}
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:
-            raise FlashdraftError(f"--set {override!r} has no '='; expected --set key=value.")
+            raise FlashdraftError(f"{option} {override!r} has no '='; expected {option} key=value.")
         try:
             found[key.strip()] = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise FlashdraftError(f"--set {override!r} is no valid YAML: {' '.join(str(error).split())}") from None
+            raise FlashdraftError(f"{option} {override!r} is no valid YAML: {' '.join(str(error).split())}") from None
     return found
 
 

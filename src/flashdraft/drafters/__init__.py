@@ -8,15 +8,16 @@ and one line in `DRAFTERS`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
 
 import torch
 
 from ..draft_folder import CONFIG, read_json
-from ..locate import locate_draft
+from ..locate import locate_draft, locate_target
 from ..sampling import RowSampler
+from ..settings import convert
 from ..types import Commit, Draft, FlashdraftError
 from .ngram import NGramDrafter
 
@@ -97,8 +98,11 @@ def _no_drafter(target: Target, draft: str | Path | None, block_size: int | None
     return NoDrafter()
 
 
-def _ngram(target: Target, draft: str | Path | None, block_size: int | None) -> Drafter:
-    return NGramDrafter() if block_size is None else NGramDrafter(block_size)
+def _ngram(
+    target: Target, draft: str | Path | None, block_size: int | None, *, max_ngram: int = 3, min_ngram: int = 2
+) -> Drafter:
+    """max_ngram, min_ngram: how many last tokens have to match."""
+    return NGramDrafter(8 if block_size is None else block_size, max_ngram, min_ngram)
 
 
 def _dflash(target: Target, draft: str | Path, block_size: int | None, *, passes: int = 1) -> Drafter:
@@ -118,21 +122,34 @@ def _draft_model(target: Target, draft: str | Path, block_size: int | None) -> D
     return DraftModelDrafter.load(draft, target, block_size)
 
 
-def _medusa(target: Target, draft: str | Path, block_size: int | None, *, tree: bool | None = None) -> Drafter:
-    """tree: follow the configuration's choices; None: if it has any."""
+def _medusa(
+    target: Target, draft: str | Path, block_size: int | None, *, tree: bool | None = None, nodes: int | None = None
+) -> Drafter:
+    """tree: follow the configuration's choices; None: if it has any. nodes: of a tree made here instead."""
     from .medusa import MedusaDrafter
 
-    return MedusaDrafter.load(locate_draft(draft), target, block_size, tree)
+    wanted = _wants_tree(tree, {} if nodes is None else {"nodes": nodes})
+    return MedusaDrafter.load(locate_draft(draft), target, block_size, wanted, nodes)
 
 
 def _eagle3(
-    target: Target, draft: str | Path, block_size: int | None, *, tree: bool = False, top_k: int = 8, nodes: int = 32
-) -> Drafter:
-    """tree: EAGLE-2's, with `top_k` nodes expanded a level and `nodes` kept; block_size - 1 levels."""
+    target: Target, draft: str | Path, block_size: int | None, *,
+    tree: bool | None = None, top_k: int | None = None, nodes: int | None = None,
+) -> Drafter:  # fmt: skip
+    """tree: EAGLE-2's, with `top_k` nodes expanded a level (8) and `nodes` kept (32); block_size - 1 levels.
+    None: if its shape is given."""
     from .eagle3 import Eagle3Drafter, TreeShape
 
-    shape = TreeShape(top_k=top_k, nodes=nodes) if tree else None
-    return Eagle3Drafter.load(locate_draft(draft), target, block_size, shape)
+    shape = {key: value for key, value in {"top_k": top_k, "nodes": nodes}.items() if value is not None}
+    made = TreeShape(**shape) if _wants_tree(tree, shape) else None
+    return Eagle3Drafter.load(locate_draft(draft), target, block_size, made)
+
+
+def _wants_tree(tree: bool | None, shape: Mapping[str, int]) -> bool | None:
+    """Who gives a tree's shape wants one."""
+    if tree is False and shape:
+        raise FlashdraftError(f"{' and '.join(shape)} shape a tree, but tree is false; drop one of them.")
+    return True if shape else tree
 
 
 DRAFTERS: dict[str, Callable[..., Drafter]] = {
@@ -144,21 +161,30 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "eagle3": _eagle3,
 }
 _WITHOUT_DRAFT = ("none", "ngram")
+# in the architecture's name of a language model that is none: drafts, of methods that are read or refused
+_DRAFTS = ("dflash", "medusa", "eagle", "dspark", "domino", "lilicorr", "mtp")
 
 
-def drafter_name(name: str | None = None, draft: str | Path | None = None) -> str:
+def drafter_name(name: str | None = None, draft: str | Path | None = None, target: str | None = None) -> str:
     """The name in the table that a choice means; a choice that cannot work is an error.
 
-    Without a name: what the draft's folder says it is, plain decoding without one. A language model as
-    draft has to be asked for by name.
+    Without a name: what the draft's folder says it is, plain decoding without one. A language model is a
+    draft model, but not by mistake: not the target itself, if it is said what was loaded as `target`.
     """
-    name = name or (_method_of(draft) if draft is not None else "none")
+    given, name = name, name or (_method_of(draft) if draft is not None else "none")
     if name not in DRAFTERS:
         raise FlashdraftError(f"no drafter is called {name!r}; expected one of {', '.join(DRAFTERS)}.")
     if draft is not None and name in _WITHOUT_DRAFT:
-        raise FlashdraftError(f"the drafter {name} takes no draft, but {str(draft)!r} was given; use --drafter dflash.")
+        raise FlashdraftError(
+            f"the drafter {name} takes no draft, but {str(draft)!r} was given; leave one of them out."
+        )
     if draft is None and name not in _WITHOUT_DRAFT:
         raise FlashdraftError(f"the drafter {name} needs a trained draft; name its folder with --draft.")
+    if draft is not None and given is None and name == "draft_model" and _is_target(draft, target):
+        raise FlashdraftError(
+            f"{draft} is the target itself, which as a draft would gain nothing; expected a smaller model with its "
+            "tokenizer, or a trained draft."
+        )
     return name
 
 
@@ -171,7 +197,31 @@ def _method_of(draft: str | Path) -> str:
     kinds = str(raw.get("architectures")).lower()
     if raw.get("model_type") == "medusa" or "medusa" in kinds:
         return "medusa"
-    return "eagle3" if "eagle3" in kinds or ("draft_vocab_size" in raw and "llamaforcausallm" in kinds) else "dflash"
+    if "eagle3" in kinds or ("draft_vocab_size" in raw and "llamaforcausallm" in kinds):
+        return "eagle3"
+    language_model = "forcausallm'" in kinds or "lmheadmodel'" in kinds
+    return "draft_model" if language_model and not any(part in kinds for part in _DRAFTS) else "dflash"
+
+
+def _is_target(draft: str | Path, target: str | None) -> bool:
+    if target is None:
+        return False
+    try:
+        return locate_draft(draft).resolve() == locate_target(target).resolve()
+    except FlashdraftError:  # made in memory, or to be complained about by whoever loads it
+        return False
+
+
+def drafter_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """A drafter's own options with their values as it wants them. Raises FlashdraftError for others."""
+    made = DRAFTERS[name]
+    known = [key for key, p in inspect.signature(made).parameters.items() if p.kind is p.KEYWORD_ONLY]
+    for key in options:
+        if key not in known:
+            has = [*known, *(["a block size"] if name != "none" else [])]
+            raise FlashdraftError(f"the drafter {name} has no option {key!r}; it has {', '.join(has) or 'none'}.")
+    hints = get_type_hints(made, localns={"Target": Any})
+    return {key: convert(value, hints[key], key) for key, value in options.items()}
 
 
 def make_drafter(
@@ -183,9 +233,5 @@ def make_drafter(
 ) -> Drafter:
     """A drafter by name; without one, what the draft's folder says, or plain decoding. `options` are the
     method's own: see its function above."""
-    name = drafter_name(name, draft)
-    known = [key for key, p in inspect.signature(DRAFTERS[name]).parameters.items() if p.kind is p.KEYWORD_ONLY]
-    strange = sorted(options.keys() - set(known))
-    if strange:
-        raise FlashdraftError(f"the drafter {name} has no option {strange[0]!r}; it has {', '.join(known) or 'none'}.")
-    return DRAFTERS[name](target, draft, block_size, **options)
+    name = drafter_name(name, draft, target.name)
+    return DRAFTERS[name](target, draft, block_size, **drafter_options(name, options))

@@ -12,7 +12,7 @@ joint probability are expanded at every level, and of all nodes the best `nodes`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from torch import nn
 
 from ..attention import AttentionPlan
 from ..cache import KVCache
+from ..draft_config import MOST_BLOCK
 from ..sampling import RowSampler
 from ..types import Commit, Draft, FlashdraftError
 from .drawing import draw, likeliest, padded, spread
@@ -218,8 +219,9 @@ class Eagle3Drafter:
         config = network.config
         layer_ids = check_against(config, target)
         size = block_size if block_size is not None else (tree_shape.depth + 1 if tree_shape else 6)
-        if size < 1 or (tree_shape is not None and min(tree_shape.top_k, tree_shape.depth, tree_shape.nodes) < 1):
-            raise FlashdraftError(f"block_size is {size} and the tree {tree_shape}; expected numbers of at least 1.")
+        for key, value in {"block_size": size, **(asdict(tree_shape) if tree_shape else {})}.items():
+            if not 1 <= value <= MOST_BLOCK:
+                raise FlashdraftError(f"{key} is {value}; expected 1 to {MOST_BLOCK}.")
         self.network = network.eval()
         self.depth = size - 1
         self.target_layer_ids = layer_ids if self.depth else ()

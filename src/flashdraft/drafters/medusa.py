@@ -21,6 +21,7 @@ from torch import nn
 
 from .. import draft_folder, tree
 from ..config_keys import MOST, Keys, short
+from ..draft_config import MOST_BLOCK
 from ..sampling import RowSampler
 from ..types import Commit, Draft, FlashdraftError
 from .drawing import draw, likeliest, padded
@@ -216,14 +217,19 @@ class MedusaDrafter:
         network: in the target's dtype, on its device.
         block_size: anchor + tokens of a chain; None takes all heads.
         use_tree: follow the configuration's `choices`; None: if it has any.
+        nodes: of a static tree that is made here, instead of the configuration's.
     """
 
     name = "medusa"
     bytes_per_context_token = 0  # a row's last state is all that is kept
-    bytes_per_context_token = 0  # a row's last state is all that is kept
 
     def __init__(
-        self, network: MedusaNetwork, target: Target, block_size: int | None = None, use_tree: bool | None = None
+        self,
+        network: MedusaNetwork,
+        target: Target,
+        block_size: int | None = None,
+        use_tree: bool | None = None,
+        nodes: int | None = None,
     ) -> None:
         config = network.config
         check_against(config, target)
@@ -231,13 +237,19 @@ class MedusaDrafter:
         size = block_size if block_size is not None else most
         if not 1 <= size <= most:
             raise FlashdraftError(f"block_size is {size}; expected 1 to {most} for {config.num_heads} Medusa heads.")
-        if use_tree and not config.choices:
-            raise FlashdraftError("a Medusa tree is asked for, but the configuration has no medusa_choices.")
+        if nodes is not None and not 1 <= nodes <= MOST_BLOCK:
+            raise FlashdraftError(f"nodes is {nodes}; expected 1 to {MOST_BLOCK}.")
+        choices = config.choices if nodes is None else static_tree(size - 1, config.vocab_size, nodes)
+        if use_tree and not (config.choices or nodes):
+            raise FlashdraftError(
+                "a Medusa tree is asked for, but the configuration has no medusa_choices; say how many nodes one made "
+                "here should have (nodes)."
+            )
         self.network = network.eval()
         self.depth = size - 1
-        self.drafts_trees = bool(config.choices) and use_tree is not False
+        self.drafts_trees = bool(choices) and use_tree is not False
         # parents come first: paths by length
-        self._choices = sorted((p for p in config.choices if len(p) <= self.depth), key=lambda p: (len(p), p))
+        self._choices = sorted((p for p in choices if len(p) <= self.depth), key=lambda p: (len(p), p))
         index = {path: n for n, path in enumerate(self._choices)}
         self._parents = [index.get(path[:-1], -1) for path in self._choices]
         tree.check(self._parents)
@@ -247,7 +259,12 @@ class MedusaDrafter:
 
     @classmethod
     def load(
-        cls, folder: str | Path, target: Target, block_size: int | None = None, use_tree: bool | None = None
+        cls,
+        folder: str | Path,
+        target: Target,
+        block_size: int | None = None,
+        use_tree: bool | None = None,
+        nodes: int | None = None,
     ) -> MedusaDrafter:
         """From a draft folder. Raises FlashdraftError if it is damaged or does not fit the target."""
         config, weights = read(folder)
@@ -256,7 +273,7 @@ class MedusaDrafter:
             network = MedusaNetwork(config)
         network.load_state_dict(weights, strict=True, assign=True)
         network.requires_grad_(False)
-        return cls(network.to(device=target.device, dtype=target.dtype), target, block_size, use_tree)
+        return cls(network.to(device=target.device, dtype=target.dtype), target, block_size, use_tree, nodes)
 
     def open(self, rows: int, capacity: int) -> torch.Tensor:
         """The state that predicted each row's anchor, [rows, D]."""

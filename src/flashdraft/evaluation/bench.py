@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..drafters import Drafter, make_drafter
+from ..drafters import Drafter, drafter_name, drafter_options, make_drafter
 from ..engine import Engine
 from ..sampling import counter_key
 from ..settings import make_settings
@@ -35,12 +35,14 @@ _WARM_UP = 16  # tokens
 
 @dataclass(frozen=True)
 class Arm:
-    """A drafter to measure, at one block size. `name` is what records and reports call it."""
+    """A drafter to measure, at one block size. `name` is what records and reports call it; `options` are
+    the drafter's own (make_drafter)."""
 
     drafter: str | None = None
     draft: str | None = None
     block_size: int | None = None
     name: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class BenchConfig:
 
     Attributes:
         tasks: name -> file of prompts; "ours" as the file is the set that ships along.
-        drafters: maps with `drafter`, `draft`, `name`, and `block_size` or `block_sizes`.
+        drafters: maps with `drafter`, `draft`, `name`, `options`, and `block_size` or `block_sizes`.
         prompts: of each domain, evenly spread over its file; None is all.
         rows: batch sizes. repeats: of every group; figures are medians over them.
         keep_texts: answers of each domain whose tokens are kept for the report's token view.
@@ -101,7 +103,16 @@ def _arms(raw: Mapping[str, Any]) -> list[Arm]:
 
 
 def arm_name(arm: Arm) -> str:
-    return arm.name or arm.drafter or ("dflash" if arm.draft is not None else PLAIN)
+    """Its own, or the method and the options that are not as usual."""
+    if arm.name is not None or (arm.drafter is None and arm.draft is None):
+        return arm.name or PLAIN
+    options = (f"{key}={value}".lower() for key, value in arm.options.items())
+    return " ".join([drafter_name(arm.drafter, arm.draft), *options])
+
+
+def make_arm(arm: Arm, target: Target) -> Drafter:
+    name = drafter_name(arm.drafter, arm.draft, target.name)
+    return make_drafter(target, name, arm.draft, arm.block_size, **drafter_options(name, arm.options))
 
 
 @dataclass(frozen=True)
@@ -131,11 +142,15 @@ def run_bench(
     target = target or Target.load(config.target, dtype=config.dtype, device=config.device)
     tasks = read_tasks(config.tasks, config.prompts, target)
     settings = asdict(config) | {"out": None}
-    drafters = [make_drafter(target, arm.drafter, arm.draft, arm.block_size) for arm in arms]
+    drafters = [make_arm(arm, target) for arm in arms]
     ways = {arm_name(a): {"method": d.name, "tree": d.drafts_trees} for a, d in zip(arms, drafters, strict=True)}
     header = {"settings": json.loads(json.dumps(settings)), "environment": environment(target), "arms": ways}
     file = RecordFile(config.out, header)
     cells = [(arm_name(arm), drafter) for arm, drafter in zip(arms, drafters, strict=True)]
+    sizes = [(name, drafter.max_draft_tokens) for name, drafter in cells]
+    if len(set(sizes)) < len(sizes):  # trees of one name and as many nodes, say
+        name, size = next(pair for pair in sizes if sizes.count(pair) > 1)
+        raise FlashdraftError(f"two arms are called {name!r} and draft {size} tokens; give them names of their own.")
     parts = [
         _Bench(config, target, tasks, cells, rows, temperature, file)
         for rows in config.rows

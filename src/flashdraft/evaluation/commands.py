@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..options import BlockSize, Device, DrafterName, DraftFolder, Dtype, MaxTokens, TargetName, Threads, option
+from ..options import (
+    BlockSize,
+    Device,
+    DrafterName,
+    DrafterOptions,
+    DraftFolder,
+    Dtype,
+    MaxTokens,
+    TargetName,
+    Threads,
+    option,
+)
+from ..settings import read_overrides
 from ..types import FlashdraftError
 
 if TYPE_CHECKING:
@@ -39,6 +51,7 @@ def bench(
     target: TargetName = "smollm2",
     draft: DraftFolder = None,
     drafter: DrafterName = None,
+    drafter_option: DrafterOptions = None,
     block_size: BlockSize = None,
     task: Tasks = None,
     prompts: Prompts = 4,
@@ -55,7 +68,7 @@ def bench(
     one, the options name one arm."""
     import sys
 
-    from ..settings import make_settings, read_overrides, read_yaml
+    from ..settings import make_settings, read_yaml
     from ..terminal import console
     from .bench import BenchConfig, run_bench
     from .records import read_records
@@ -64,9 +77,10 @@ def bench(
     if config is not None:
         raw = {"out": str(out), **read_yaml(config, set_ or [])}
     else:
-        arm = {"drafter": drafter, "draft": draft, "block_size": block_size}
+        chosen = drafter or (None if draft else "ngram")
+        arm = {"drafter": chosen, "draft": draft, "block_size": block_size, "options": _own(drafter_option)}
         raw = {
-            "out": str(out), "target": target, "drafters": [arm] if drafter or draft else [{"drafter": "ngram"}],
+            "out": str(out), "target": target, "drafters": [arm],
             "prompts": prompts, "rows": rows or [1], "temperatures": temperature or [0.0], "max_tokens": max_tokens,
             "repeats": repeat, "dtype": dtype, "device": device, "threads": threads,
             **({"tasks": _task_files(task)} if task else {}), **read_overrides(set_ or []),
@@ -74,6 +88,10 @@ def bench(
     with Counter(console()) as counter:
         file = run_bench(make_settings(BenchConfig, raw, str(config or "the command line")), counter.advance)
     show_summaries(console(sys.stdout), read_records(file.path))
+
+
+def _own(drafter_option: list[str] | None) -> dict[str, Any]:
+    return read_overrides(drafter_option or [], "--drafter-option")
 
 
 def _task_files(tasks: list[str]) -> dict[str, str]:
@@ -150,6 +168,7 @@ def plan(
     target: TargetName = "smollm2",
     draft: DraftFolder = None,
     drafter: DrafterName = None,
+    drafter_option: DrafterOptions = None,
     block_size: BlockSize = None,
     context: Contexts = None,
     rows: PlanRows = None,
@@ -174,7 +193,8 @@ def plan(
         raise FlashdraftError("--curves draws what records say; name a file of `flashdraft bench`.")
     table = None
     if out is not None:
-        table = _measure(out, target, draft, drafter, block_size, context, rows, rounds, widest, dtype, device, threads)
+        arm = {"drafter": drafter, "draft": draft, "block_size": block_size, "options": _own(drafter_option)}
+        table = _measure(out, target, arm, context, rows, rounds, widest, dtype, device, threads)
     if records:
         from .costs import read_costs
 
@@ -182,14 +202,14 @@ def plan(
 
 
 def _measure(
-    out: Path, target: str, draft: str | None, drafter: str | None, block_size: int | None, context: list[int] | None,
-    rows: list[int] | None, rounds: int, widest: int, dtype: str, device: str | None, threads: int | None,
+    out: Path, target: str, arm: dict[str, Any], context: list[int] | None, rows: list[int] | None, rounds: int,
+    widest: int, dtype: str, device: str | None, threads: int | None,
 ) -> CostTable:  # fmt: skip
     import json
     import sys
 
     from ..terminal import console, waiting
-    from .bench import Arm, _OtherWork, arm_name
+    from .bench import Arm, _OtherWork, arm_name, make_arm
     from .costs import measure, measured_json
     from .plan_view import show_costs
     from .report import write
@@ -197,14 +217,13 @@ def _measure(
     with waiting(f"loading {target}"):
         import torch
 
-        from ..drafters import make_drafter
         from ..target import Target
 
         if threads is not None:
             torch.set_num_threads(threads)
         loaded = Target.load(target, dtype=dtype, device=device)
-        wanted = Arm(drafter, draft, block_size)
-        arms = [(arm_name(wanted), make_drafter(loaded, drafter, draft, block_size))] if drafter or draft else []
+        wanted = Arm(**arm)
+        arms = [(arm_name(wanted), make_arm(wanted, loaded))] if wanted.drafter or wanted.draft else []
     others = _OtherWork()
     table = measure(
         loaded, arms, context or [128, 1024], rows or [1], rounds, widest, lambda said: typer.echo(said, err=True)

@@ -13,6 +13,7 @@ from ..options import (
     BlockSize,
     Device,
     DrafterName,
+    DrafterOptions,
     DraftFolder,
     Dtype,
     MaxTokens,
@@ -23,6 +24,7 @@ from ..options import (
     TopP,
     option,
 )
+from ..settings import read_overrides
 from ..types import FlashdraftError
 
 Config = Annotated[
@@ -123,6 +125,7 @@ def regenerate(
     target: TargetName = "smollm2",
     draft: DraftFolder = None,
     drafter: DrafterName = None,
+    drafter_option: DrafterOptions = None,
     block_size: BlockSize = None,
     rows: Rows = 16,
     dtype: Dtype = "auto",
@@ -147,7 +150,8 @@ def regenerate(
     options = RegenerateOptions(
         target=target, prompts=[*(prompts or []), *(more or [])], out=out, system=system, thinking=thinking, raw=raw,
         context=context, limit=limit, drop_loops=drop_loops, rows=rows, drafter=drafter, draft=draft,
-        block_size=block_size, dtype=dtype, device=device, threads=threads, max_tokens=max_tokens,
+        drafter_options=read_overrides(drafter_option or [], "--drafter-option"), block_size=block_size, dtype=dtype,
+        device=device, threads=threads, max_tokens=max_tokens,
         temperatures=temperature or [0.0], top_p=top_p, top_k=top_k, seed=seed, endpoints=endpoint or [], model=model,
         exact_ids=exact_ids, concurrency=concurrency, retries=retries, timeout=timeout,
     )  # fmt: skip

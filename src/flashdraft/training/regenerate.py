@@ -13,7 +13,7 @@ import importlib.metadata
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,7 @@ class RegenerateOptions:
     rows: int = 16
     drafter: str | None = None
     draft: str | Path | None = None
+    drafter_options: Mapping[str, Any] = field(default_factory=dict)
     block_size: int | None = None
     dtype: str = "auto"
     device: str | None = None

@@ -111,9 +111,10 @@ def _chat_command(trainer: Trainer) -> str:
     run, target = trainer.checkpoints.run, trainer.config.target
     draft = run / "best" if (run / "best").exists() else run / "latest"
     other = [] if target == DEFAULT_TARGET else ["--target", target]
-    # a language model is a draft only if it is called one
-    called = ["--drafter", "draft_model"] if trainer.config.method == "draft_model" else []
-    return shlex.join(["flashdraft", "chat", *other, *called, "--draft", str(draft)])
+    # these folders do not say how many tokens they were trained to draft
+    untold = trainer.config.method in ("draft_model", "eagle3")
+    size = ["--block-size", str(trainer.config.block_size)] if untold else []
+    return shlex.join(["flashdraft", "chat", *other, "--draft", str(draft), *size])
 
 
 def _opening(trainer: Trainer, resumed: bool) -> str:

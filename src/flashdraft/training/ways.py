@@ -168,16 +168,18 @@ def open_way(
 def _open_engine(options: RegenerateOptions) -> tuple[ChatTemplate, Way, dict[str, Any]]:
     import torch
 
-    from ..drafters import make_drafter
+    from ..drafters import drafter_name, drafter_options, make_drafter
     from ..engine import Engine
     from ..target import Target
 
+    name = drafter_name(options.drafter, options.draft, options.target)
+    own = drafter_options(name, options.drafter_options)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     target = Target.load(options.target, dtype=options.dtype, device=options.device)
     if target.tokenizer is None:
         raise FlashdraftError(f"{target.name} has no tokenizer; expected one beside the weights.")
-    drafter = make_drafter(target, options.drafter, options.draft, options.block_size)
+    drafter = make_drafter(target, name, options.draft, options.block_size, **own)
     context = options.context or min(DEFAULT_CONTEXT, target.max_context)
     engine = Engine(target, drafter, max_rows=options.rows, max_context=context)
     template = ChatTemplate(target.tokenizer, target.eos_ids, system=options.system, thinking=options.thinking)
