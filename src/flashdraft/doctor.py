@@ -282,23 +282,45 @@ def _target(name: str, dtype: str, device: str | None, loaded: list[Target]) -> 
 
 
 def _draft(folder: str, target: Target) -> Finding:
-    from .drafters.dflash import DFlashDrafter
+    """A draft of any method, loaded as decoding would load it."""
+    from .checkpoint import read_training, target_warning
+    from .drafters import make_drafter
     from .locate import locate_draft
+    from .text import template_warning
 
-    drafter = DFlashDrafter.load(locate_draft(folder), target)
-    config = drafter.network.config
-    parameters = sum(p.numel() for p in drafter.network.parameters())
-    parts = [
-        f"DFlash at {folder}",
-        f"{config.num_layers} layers",
-        f"{parameters / 1e6:.1f}M parameters",
-        f"block {config.block_size}",
-        f"taps target layers {', '.join(map(str, config.target_layer_ids))}",
-        "fits the target",
-    ]
-    if not (Path(folder).expanduser() / "training.json").is_file():
+    path = locate_draft(folder)
+    drafter: Any = make_drafter(target, draft=path)
+    network = drafter.model.model if drafter.name == "draft_model" else drafter.network
+    parameters = sum(p.numel() for p in network.parameters())
+    what, *details = _details(drafter)
+    parts = [f"{what} at {folder}", *details, f"{parameters / 1e6:.1f}M parameters", "fits the target"]
+    training = read_training(path)
+    if training is None:
         parts.append("does not say how it was trained (no training.json)")
-    return Finding("draft", ", ".join(parts))
+    warnings = target_warning(training, target), template_warning(training, target.tokenizer)
+    return Finding("draft", ", ".join(parts), " ".join(warning for warning in warnings if warning) or None)
+
+
+def _details(drafter: Any) -> list[str]:
+    """What a drafter of each method is, and what it looks like."""
+    if drafter.name == "draft_model":
+        model = drafter.model
+        return [
+            f"draft model {type(model.model).__name__}",
+            f"{model.num_layers} layers",
+            f"context {model.max_context}",
+        ]
+    config = drafter.network.config
+    taps = f"taps target layers {', '.join(map(str, drafter.target_layer_ids))}"
+    if drafter.name == "medusa":
+        tree = f"a tree of {drafter.max_draft_tokens} nodes" if drafter.drafts_trees else "no tree"
+        return ["Medusa", f"{config.num_heads} heads", tree]
+    if drafter.name == "eagle3":
+        return ["EAGLE-3", "1 layer", f"{config.draft_vocab_size} of {config.vocab_size} tokens", taps]
+    without = {"fused": ", features at the input", "none": ", without features"}.get(config.context, "")
+    order = ", left to right" if config.autoregressive else ""
+    layers = f"{config.num_layers} layers{without}{order}"
+    return ["DFlash", layers, f"block {config.block_size}", *([taps] if drafter.target_layer_ids else [])]
 
 
 def _short(path: Path) -> str:
