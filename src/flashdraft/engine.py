@@ -203,7 +203,7 @@ class Engine:
         if self.drafter.drafts_trees and request.params.temperature and request.params.acceptance == "rejection":
             raise FlashdraftError(
                 f"acceptance is 'rejection' and the drafter {self.drafter.name} proposes trees, for which only 'coupled' "
-                "is exact; use coupled acceptance, or have it draft chains."
+                "is exact; use coupled acceptance, or have it draft chains (its option tree=false)."
             )
         named = [*request.params.logit_bias, *request.params.stop_token_ids]
         if not all(0 <= token < vocab for token in named):
