@@ -145,8 +145,19 @@ def native_network(folder: Path, window: int | None = None) -> Any:
     return network.eval()
 
 
-def native(folder: Path, model: Any, prompt: Sequence[int], num_tokens: int, window: int | None = None) -> Trace:
-    """transformers' `generate` with speculation_type "dflash", greedy."""
+def native(
+    folder: Path,
+    model: Any,
+    prompt: Sequence[int],
+    num_tokens: int,
+    window: int | None = None,
+    assistant: Any = None,
+    **settings: Any,
+) -> Trace:
+    """transformers' `generate` with speculation_type "dflash", greedy.
+
+    assistant: None takes transformers' own network. settings: more of `generate`'s.
+    """
     from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator as Generator
 
     drafts: list[tuple[int, ...]] = []
@@ -164,8 +175,8 @@ def native(folder: Path, model: Any, prompt: Sequence[int], num_tokens: int, win
 
     with their_warnings(), mock.patch.object(Generator, "get_candidates", watch):
         out = model.generate(
-            torch.tensor([list(prompt)]), assistant_model=native_network(folder, window), speculation_type="dflash",
-            max_new_tokens=num_tokens, do_sample=False, eos_token_id=None,
+            torch.tensor([list(prompt)]), assistant_model=assistant or native_network(folder, window),
+            speculation_type="dflash", max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, **settings,
         )  # fmt: skip
     ends = [*lengths[1:], out.shape[1]]
     counts = [end - start for start, end in zip(lengths, ends, strict=True)]

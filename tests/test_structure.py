@@ -22,10 +22,10 @@ ORDER = [
     "training.methods.base", "training.methods.initialise", "training.methods.dflash", "training.methods.medusa", "training.methods.eagle3", "training.methods.draft_model", "training.methods",
     "training.parallel", "training.optimizer", "training.checkpoints", "training.validation", "training.progress",
     "training.trainer", "training.run",
-    "evaluation", "evaluation.tasks", "evaluation.records", "evaluation.summary", "evaluation.planner", "evaluation.predictions", "evaluation.bench", "evaluation.costs", "evaluation.tables",
+    "evaluation", "evaluation.tasks", "evaluation.records", "evaluation.summary", "evaluation.planner", "evaluation.predictions", "evaluation.counters", "evaluation.streams", "evaluation.servers", "evaluation.machine", "evaluation.bench", "evaluation.costs", "evaluation.tables",
     "evaluation.svg", "evaluation.figures", "evaluation.token_view", "evaluation.report", "evaluation.memory", "evaluation.plan_view",
-    "engines",
-    "terminal", "chat", "doctor", "demo", "options", "training.commands", "evaluation.commands", "cli", "__init__", "__main__",
+    "engines", "engines.assistant", "engines.target_facts", "engines.rules", "engines.layouts", "engines.launching", "engines.transfer",
+    "terminal", "chat", "doctor", "demo", "options", "training.commands", "evaluation.commands", "engines.commands", "cli", "__init__", "__main__",
 ]  # fmt: skip
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .drafters.dflash import DFlashDrafter
     from .drafters.ngram import NGramDrafter
     from .engine import Engine
+    from .engines.assistant import DFlashAssistant
     from .target import Target
     from .text import encode_chat, encode_text
     from .types import Delta, FlashdraftError, Request, Result, Round, SamplingParams, Stats, Token
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "DFlashAssistant",
     "DFlashDrafter",
     "Delta",
     "Drafter",
@@ -52,6 +54,7 @@ _MODULES = {
     "drafters.dflash": ("DFlashDrafter",),
     "drafters.ngram": ("NGramDrafter",),
     "engine": ("Engine",),
+    "engines.assistant": ("DFlashAssistant",),
     "target": ("Target",),
     "text": ("encode_chat", "encode_text"),
     "types": ("Delta", "FlashdraftError", "Request", "Result", "Round", "SamplingParams", "Stats", "Token"),
