@@ -4,7 +4,7 @@ compared with. Used by engines.py.
     python scripts/engines_pair.py FOLDER
 
 FOLDER gets target/ (a Llama with a toy tokenizer of 128 words), draft/, data.json (prompts, answers and
-counts, see `Bundle`) and states/ (hidden states of the answers, for other people's trainers). Heads are 32
+counts, see `Bundle`) and states/ (layers' outputs, for other people's trainers). Heads are 32
 wide: engines' kernels know no smaller ones. Everything is in float32 and on the CPU.
 """
 
@@ -31,7 +31,7 @@ VOCAB, BLOCK, HEAD_DIM = 128, 8, 32
 MASK = 3  # a word of its own that no text holds
 LAYER_IDS = (1, 2)
 NUM_PROMPTS, MAX_TOKENS = 8, 48
-SPARE = 2 * BLOCK  # tokens decoded beyond an answer's end, so that no block of it is cut
+LENGTH = MAX_TOKENS + 2 * BLOCK  # tokens decoded, so that no block before an answer's end is cut
 
 
 @dataclass(frozen=True)
@@ -112,10 +112,12 @@ Sample = tuple[torch.Tensor, torch.Tensor, int]
 
 
 def sample(target: Target, prompt: list[int]) -> Sample:
-    """Tokens of prompt and answer, the states of all of LAYER_IDS and the last [T, F], prompt's length."""
+    """Tokens of prompt and answer, the outputs of LAYER_IDS and of the last layer [T, F], prompt's length."""
     answer = decode(target, None, [prompt], max_tokens=MAX_TOKENS, ignore_eos=True)[0].token_ids
     tokens = torch.tensor([[*prompt, *answer]])
-    out = target.forward(tokens, target.new_cache(1, tokens.shape[1]), [0], layer_ids=(*LAYER_IDS, target.num_layers))
+    out = target.forward(
+        tokens, target.new_cache(1, tokens.shape[1]), [0], layer_ids=(*LAYER_IDS, target.num_layers - 1)
+    )
     assert out.features_BTF is not None
     return tokens[0].clone(), out.features_BTF[0].clone(), len(prompt)
 
@@ -150,16 +152,8 @@ def save_states(folder: Path, samples: Sequence[Sample]) -> None:
 def decoded(target: Target, draft: Path, prompts: list[list[int]]) -> Bundle:
     """What flashdraft does with a draft folder."""
     drafter = DFlashDrafter.load(draft, target)
-    results = decode(target, drafter, prompts, max_tokens=MAX_TOKENS + SPARE, ignore_eos=True)
-    accepted = []
-    for result in results:
-        done, row = 1, []
-        for each in result.stats.rounds:
-            if done >= MAX_TOKENS:
-                break
-            row.append(each.num_committed - 1)
-            done += each.num_committed
-        accepted.append(row)
+    results = decode(target, drafter, prompts, max_tokens=LENGTH, ignore_eos=True)
+    accepted = [whole_rounds([r.num_committed for r in result.stats.rounds]) for result in results]
     answers = [list(result.token_ids[:MAX_TOKENS]) for result in results]
     return Bundle(drafter.block_size, MAX_TOKENS, prompts, answers, accepted, law_of_three(target, prompts[0]))
 
@@ -176,6 +170,33 @@ def law_of_three(target: Target, prompt: list[int]) -> dict[str, float]:
                 longer[(*text, token)] = prob * p
         law = longer
     return {" ".join(map(str, text)): prob for text, prob in law.items()}
+
+
+def reference_accepted(draft: Path, target: Path, bundle: Bundle) -> list[list[int]] | None:
+    """What z-lab's own code accepts with a draft in its layout, as `Bundle.accepted`; None if the package
+    dflash is not installed here."""
+    import peers
+
+    if not peers.HAS_REFERENCE:
+        return None
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        target, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    return [
+        whole_rounds([r.num_committed for r in peers.reference(draft, model, prompt, LENGTH).rounds])
+        for prompt in bundle.prompts
+    ]
+
+
+def whole_rounds(committed: Sequence[int]) -> list[int]:
+    """Drafted tokens kept in each round until MAX_TOKENS are there, from the counts of a longer answer."""
+    done, row = 1, []
+    for count in committed:
+        if done >= MAX_TOKENS:
+            break
+        row.append(count - 1)
+        done += count
+    return row
 
 
 def chi_square(counts: dict[str, int], law: dict[str, float]) -> float:

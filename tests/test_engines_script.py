@@ -1,0 +1,119 @@
+"""scripts/engines.py without engines: its arguments, its bounded parts, its table."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    import importlib
+
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    yield importlib.import_module("engines")
+    for name in ("engines", "engines_tools"):
+        sys.modules.pop(name, None)
+
+
+def test_parts_and_their_order(engines: Any) -> None:
+    assert engines.chosen(None) == list(engines.PARTS)
+    assert engines.chosen("vllm, transformers") == ["transformers", "vllm"]
+    for wrong in ("vllm,sglong", "", ","):
+        with pytest.raises(ValueError, match="no part is called"):
+            engines.chosen(wrong)
+
+
+def test_list_runs_nothing(engines: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert engines.main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(engines.PARTS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "name a folder"),
+        (["x", "--only", "llama"], "no part is called 'llama'"),
+        (["x", "--seconds", "0"], "above 0"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], sentence: str, engines: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        engines.main(arguments)
+    assert ended.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+def failing(_: Path) -> None:
+    raise AssertionError("112 drafts, expected 113\nand more")
+
+
+def test_outcomes(engines: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def skipping(_: Path) -> None:
+        raise engines.Skipped("no such thing here")
+
+    found = [
+        engines.work("vllm", lambda _: {"drafts": 112, "accepted": 411}, tmp_path),
+        engines.work("speculators", failing, tmp_path),
+        engines.work("sglang", skipping, tmp_path),
+    ]
+    assert json.loads((tmp_path / "result.json").read_text())["status"] == "skipped"
+    assert "and more" in capsys.readouterr().err  # the whole story is in the log
+    assert engines.table(found).splitlines() == [
+        "part         result   time",
+        "vllm         ok       0 s   drafts 112, accepted 411",
+        "speculators  failed   0 s   AssertionError: 112 drafts, expected 113",
+        "sglang       skipped  0 s   no such thing here",
+    ]
+
+
+def test_a_part_without_a_module_is_skipped(engines: Any, tmp_path: Path) -> None:
+    outcome = engines.run_part("none", engines.Part("engines_nowhere", 1, ""), tmp_path, 1)
+    assert (outcome.status, outcome.reason) == ("skipped", "there is no scripts/engines_nowhere.py")
+
+
+def test_a_command_is_ended_with_its_children(engines: Any, tmp_path: Path) -> None:
+    """It starts a child that would write a file after it was killed itself."""
+    late = tmp_path / "late"
+    child = f"import time, pathlib; time.sleep(2); pathlib.Path({str(late)!r}).touch()"
+    parent = f"import subprocess, sys; print('on', flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
+    start = time.monotonic()
+    assert engines.bounded([sys.executable, "-c", parent], tmp_path / "log", 0.8) is None
+    time.sleep(max(0.0, 3.5 - (time.monotonic() - start)))
+    assert not late.exists()
+    assert engines.bounded([sys.executable, "-c", "print('out'); raise SystemExit(3)"], tmp_path / "log", 60) == 3
+    assert (tmp_path / "log").read_text() == "out\n"
+
+
+def test_every_part_is_written_and_can_be_run(engines: Any) -> None:
+    for name, part in engines.PARTS.items():
+        file = SCRIPTS / f"{part.module}.py"
+        if file.exists():
+            assert "def run(folder: Path)" in file.read_text(), name
+    written = {f.stem for f in SCRIPTS.glob("engines_*.py") if "def run(" in f.read_text()}
+    assert written <= {part.module for part in engines.PARTS.values()}
+
+
+def test_requirements_left_out(engines: Any) -> None:
+    tools = sys.modules["engines_tools"]
+    assert tools.named('Torch_Vision>=1; python_version > "3.11"') == "torch-vision"
+    assert tools.named("fastapi[standard]<0.137.0,>=0.133.0") == "fastapi"
+
+
+def test_a_server_that_ends_is_noticed(engines: Any) -> None:
+    tools = sys.modules["engines_tools"]
+    url = f"http://127.0.0.1:{tools.free_port()}/"
+    with (
+        pytest.raises(RuntimeError, match="ended with 4"),
+        tools.serving([sys.executable, "-c", "raise SystemExit(4)"], url, seconds=60),
+    ):
+        pass
