@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from typer.core import TyperGroup
 
+from .engines.commands import export, import_
 from .evaluation.commands import bench, plan, report
 from .locate import DEFAULT_TARGET, locate_draft, locate_draft_model, shipped_draft
 from .options import (
@@ -182,11 +183,12 @@ def _open(ctx: typer.Context) -> tuple[Target, Drafter]:
 
     made = make_drafter(target, name, draft, block_size, **own)
     if folder is not None:
-        from .checkpoint import read_training, target_warning
+        from .checkpoint import draft_warning, read_training, target_warning
         from .text import template_warning
 
         training = read_training(folder)
-        for warning in (target_warning(training, target), template_warning(training, target.tokenizer)):
+        template = template_warning(training, target.tokenizer)
+        for warning in (draft_warning(training, folder), target_warning(training, target), template):
             if warning:
                 _say(f"warning: {warning}")
     return target, made
@@ -339,6 +341,8 @@ app.command()(train)
 app.command()(bench)
 app.command()(report)
 app.command()(plan)
+app.command()(export)
+app.command("import")(import_)
 
 
 @app.command()

@@ -24,6 +24,9 @@ VOCAB, VOCAB_JSON = "draft_vocab.safetensors", "draft_vocab.json"
 
 Shapes = Mapping[str, tuple[int, ...]]
 
+# No configuration is larger; a hostile one may be.
+_MOST_JSON = 64 << 20
+
 # Element types of a weight, as safetensors spells them. Integers and 8-bit floats are quantised files.
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _DTYPES = {
@@ -54,14 +57,25 @@ def read_json(file: Path) -> dict[str, Any]:
     with reading(file):
         if not file.is_file():  # a pipe would be waited for, a broken link is nothing
             raise FlashdraftError(f"{file.parent} has no {file.name}; expected a draft folder.")
+        if file.stat().st_size > _MOST_JSON:
+            raise FlashdraftError(f"{file} has {file.stat().st_size:,} bytes; expected a JSON file of a draft.")
         text = file.read_bytes()
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_without_doubles)
     except (ValueError, RecursionError) as error:
         raise FlashdraftError(f"{file} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise FlashdraftError(f"{file} holds a {type(value).__name__}; expected a JSON object.")
     return value
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of a key that is there twice, readers of JSON take the first, the last, or neither."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in found if names.count(name) > 1)!r} is there twice")
+    return found
 
 
 def read_tensors(
@@ -149,11 +163,12 @@ def write_files(
     training: Mapping[str, Any] | None = None,
     vocab_ids: torch.Tensor | None = None,
     replaces: Collection[str] = (),
+    extra: Mapping[str, bytes] | None = None,
 ) -> None:
     """Save config.json, model.safetensors, and training.json and the draft vocabulary if they are given.
 
-    An older draft in the folder is replaced (of the same architecture, or one of `replaces`), other
-    files stay. All is written beside its place and then moved: a failure leaves the older draft. Killed
+    An older draft in the folder is replaced (of the same architecture, or one of `replaces`), and files of
+    the names in `extra`; others stay. All is written beside its place and then moved: a failure leaves the older draft. Killed
     in the middle of the move it leaves a folder without config.json, which is refused, and both drafts
     in its `.draft-...`: never one draft's weights with another's configuration.
     """
@@ -169,7 +184,9 @@ def write_files(
                 write_json(stage / TRAINING, training)
             if vocab_ids is not None:
                 save_file({"ids": vocab_ids.to("cpu", torch.int64)}, stage / VOCAB)
-            _move_in(stage, path)
+            for name, data in (extra or {}).items():
+                (stage / name).write_bytes(data)
+            _move_in(stage, path, tuple(extra or ()))
         finally:
             shutil.rmtree(stage, ignore_errors=True)
     except OSError as error:
@@ -190,23 +207,24 @@ def _refuse_other_content(path: Path, own: Collection[str]) -> None:
         raise FlashdraftError(f"{path} holds weights of something else and no {CONFIG}; save to another folder.")
 
 
-def _move_in(stage: Path, path: Path) -> None:
+def _move_in(stage: Path, path: Path, extra: tuple[str, ...]) -> None:
     """Put the staged files in place. config.json leaves first and comes last: a folder without it
     is no draft."""
+    others = tuple(dict.fromkeys((WEIGHTS, VOCAB, VOCAB_JSON, TRAINING, *extra)))
     old = Path(tempfile.mkdtemp(prefix="old-", dir=stage))
     moved = []
     try:
-        for name in (CONFIG, WEIGHTS, VOCAB, TRAINING):
+        for name in (CONFIG, *others):
             if (path / name).exists():
                 (path / name).replace(old / name)
-        for name in (WEIGHTS, VOCAB, TRAINING, CONFIG):
+        for name in (*others, CONFIG):
             if (stage / name).exists():
                 (stage / name).replace(path / name)
                 moved.append(name)
     except BaseException:
         for name in moved:
             (path / name).unlink()
-        for name in (WEIGHTS, VOCAB, TRAINING, CONFIG):
+        for name in (*others, CONFIG):
             if (old / name).exists():
                 (old / name).replace(path / name)
         raise

@@ -7,7 +7,7 @@ for some tokens are our reduced vocabulary; a table that differs makes another n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +63,7 @@ def read_vocab(folder: str | Path, config: DraftConfig) -> torch.Tensor | None:
         if not isinstance(listed, list) or not listed or not all(type(i) is int and 0 <= i <= MOST for i in listed):
             raise FlashdraftError(f"{plain} has no list of token ids under the name ids.")
         return _rising(torch.tensor(listed, dtype=torch.int64), config, str(plain))
-    return _mapped_ids(path, config)
+    return mapped_ids(path, config)
 
 
 def _stored_ids(file: Path) -> torch.Tensor:
@@ -81,14 +81,14 @@ def _rising(ids: torch.Tensor, config: DraftConfig, where: str) -> torch.Tensor:
     return ids
 
 
-def _mapped_ids(path: Path, config: DraftConfig) -> torch.Tensor | None:
-    """The vocabulary of a draft in another layout, from its maps."""
-    raw = read_config(path)[1]
+def mapped_ids(folder: str | Path, config: DraftConfig) -> torch.Tensor | None:
+    """The vocabulary of a draft in another layout, from its maps; None is all of it."""
+    path, raw = read_config(folder)
     foreign = translate(raw)
     if foreign is None:
         return None
     tables = read_tables(path, config)
-    ids = _head_ids(tables)
+    ids = head_ids(tables)
     if ids is None and foreign.head_rows is not None:
         raise FlashdraftError(
             f"{path} drafts from {foreign.head_rows} of {config.vocab_size} tokens, but its weights lack d2t, without "
@@ -103,7 +103,7 @@ def _mapped_ids(path: Path, config: DraftConfig) -> torch.Tensor | None:
     return None if len(ids) == config.vocab_size else ids
 
 
-def _head_ids(tables: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+def head_ids(tables: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     """The target's id of every row of a draft's head; None: the same. `d2t` holds the differences."""
     offsets = tables.get(OFFSETS)
     return None if offsets is None else torch.arange(len(offsets)) + offsets
@@ -112,19 +112,30 @@ def _head_ids(tables: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
 def check_tables(folder: str | Path, config: DraftConfig, target: Target) -> None:
     """Raise FlashdraftError if a draft brings an embedding or a head that are not the target's."""
     tables = read_tables(folder, config)
-    theirs: dict[str, Any] = {
-        EMBEDDING: lambda: target.model.get_input_embeddings().weight,
-        HEAD: lambda: target.head_rows(_head_ids(tables))[0],
-    }
     if tables:
-        _mapped_ids(Path(folder).expanduser(), config)  # ids within the vocabulary, before rows are looked up by them
-    for name, rows in theirs.items():
-        if name in tables:
-            compare(tables[name], rows(), name, str(folder), target.name)
+        mapped_ids(folder, config)  # within the vocabulary, before rows are looked up by them
+        check_copies(
+            tables, lambda: target.model.get_input_embeddings().weight, lambda ids: target.head_rows(ids)[0],
+            str(folder), target.name,
+        )  # fmt: skip
 
 
-def compare(own: torch.Tensor, theirs: torch.Tensor, name: str, where: str, target: str) -> None:
-    """Raise FlashdraftError if a draft's table is not a copy of the target's, in either's precision."""
+def check_copies(
+    tables: Mapping[str, torch.Tensor],
+    embedding: Callable[[], torch.Tensor],
+    head_rows: Callable[[torch.Tensor | None], torch.Tensor],
+    where: str,
+    target: str,
+) -> None:
+    """Raise FlashdraftError if a table is no copy of the target's, which two functions give."""
+    if EMBEDDING in tables:
+        _compare(tables[EMBEDDING], embedding(), EMBEDDING, where, target)
+    if HEAD in tables:
+        _compare(tables[HEAD], head_rows(head_ids(tables)), HEAD, where, target)
+
+
+def _compare(own: torch.Tensor, theirs: torch.Tensor, name: str, where: str, target: str) -> None:
+    """Row by row, in either's precision."""
     theirs = theirs.detach().cpu()
     differ = [int((a != b).any(dim=-1).sum()) for a, b in ((own, theirs.to(own.dtype)), (own.to(theirs.dtype), theirs))]
     if min(differ):

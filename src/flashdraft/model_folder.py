@@ -61,7 +61,7 @@ def check_folder(path: Path) -> ModelFolder:
     if not (path / "config.json").is_file():
         raise FlashdraftError(f"{path} has no config.json; expected a model folder.")
     config = read_json(path / "config.json")
-    files = _weight_files(path)
+    files = weight_files(path)
     sizes: dict[str, int] = {}
     integers: set[str] = set()
     for file in files:
@@ -74,7 +74,8 @@ def check_folder(path: Path) -> ModelFolder:
     return ModelFolder(path, config, sum(sizes.values()), frozenset(integers))
 
 
-def _weight_files(path: Path) -> list[Path]:
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a folder: one, or the parts its index names."""
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if single.is_file():
         return [single]
