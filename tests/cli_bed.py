@@ -17,10 +17,15 @@ import transformers
 
 from bed import CONFIGS, make_model, random_network
 from flashdraft import checkpoint
+from flashdraft.drafters import eagle3_folder, medusa
+from flashdraft.drafters.eagle3 import Eagle3Network
 from flashdraft.engine import Engine
 from flashdraft.target import Target
 from flashdraft.text import encode_chat
 from flashdraft.types import Origin, Request, Result, SamplingParams, Token
+from rivals import eagle_config, shaken
+
+CHOICES = ((0,), (1,), (0, 0), (0, 1), (1, 0))
 
 CORPUS = [
     "The harbour lies between two green hills, and the boats leave before sunrise.",
@@ -65,6 +70,19 @@ def save_draft(folder: Path, target: Target, **changes: Any) -> None:
     """A draft with random weights, made for the target or, by `changes`, not quite."""
     network = random_network(target, **changes)
     checkpoint.write(folder, network.config, network.state_dict())
+
+
+def save_rivals(folder: Path, target: Target) -> dict[str, Path]:
+    """A draft of each other method for a target, with random weights: method -> folder."""
+    heads = medusa.MedusaNetwork(medusa.MedusaConfig(target.hidden_size, target.vocab_size, 3, choices=CHOICES))
+    ids = torch.arange(3, target.num_tokens, 2)
+    eagle = Eagle3Network(eagle_config(target, vocab_size=target.vocab_size, draft_vocab_size=len(ids)))
+    for seed, network in enumerate((heads, eagle)):
+        shaken(network, seed, 0.15)
+    medusa.write(folder / "medusa", heads.config, heads.state_dict())
+    eagle3_folder.write(folder / "eagle3", eagle.config, eagle.state_dict(), ids)
+    save_target(folder / "draft_model", seed=1, num_hidden_layers=1)
+    return {name: folder / name for name in ("medusa", "eagle3", "draft_model")}
 
 
 class Outcome:

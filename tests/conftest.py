@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cli_bed import Call, Outcome, save_draft, save_target
+from cli_bed import Call, Outcome, save_draft, save_rivals, save_target
 from flashdraft import cli
 from flashdraft.target import Target
 
@@ -38,6 +38,12 @@ def draft(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("draft")
     save_draft(out, target, vocab_size=target.vocab_size, mask_token_id=target.vocab_size - 1)
     return out
+
+
+@pytest.fixture(scope="session")
+def rival_drafts(target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Drafts of the other methods for that target, with random weights: method -> folder."""
+    return save_rivals(tmp_path_factory.mktemp("rivals"), target)
 
 
 @pytest.fixture

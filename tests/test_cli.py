@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import sys
@@ -12,14 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 import flashdraft
 from cli_bed import PROMPT, Call, Screen, engine_answer, save_target, spawn, strict_json
-from flashdraft import cli, terminal
+from flashdraft import cli, drafters, terminal
 from flashdraft.engine import Engine
+from flashdraft.evaluation import bench
 from flashdraft.target import Target
 from flashdraft.text import encode_chat
+from flashdraft.training import regenerate
 from flashdraft.types import FlashdraftError, Request, SamplingParams
 
 # -- start -------------------------------------------------------------------------------------
@@ -80,6 +84,92 @@ def test_same_text_with_any_drafter(call: Call, draft: Path, drafter: Sequence[s
     done = call("generate", PROMPT, *sampled, *options, *stream)
     assert (done.code, done.out) == (0, plain.out)
     assert done.err.rstrip().endswith("seed 5")
+
+
+OPTIONS: dict[str, list[list[str]]] = {
+    "medusa": [[], ["tree=false"], ["nodes=6"]],
+    "eagle3": [[], ["tree=true"], ["top_k=2", "nodes=5"]],
+    "draft_model": [[]],
+    "dflash": [["passes=2"]],
+}
+
+
+@pytest.mark.parametrize("method", OPTIONS)
+def test_a_folder_says_its_method_and_options_arrive(
+    method: str, call: Call, draft: Path, rival_drafts: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--draft FOLDER` alone works for every method, and whatever it is asked for the text stays."""
+    seen: list[Any] = []
+    made = Engine.__init__
+
+    def noted(self: Engine, target: Target, drafter: Any, **more: Any) -> None:
+        seen.append(drafter)
+        made(self, target, drafter, **more)
+
+    monkeypatch.setattr(Engine, "__init__", noted)
+    sampled = ("--temperature", "0.9", "--seed", "5", "--max-tokens", "16")
+    plain = call("generate", PROMPT, *sampled, "--drafter", "none")
+    for options in OPTIONS[method]:
+        given = [part for option in options for part in ("--drafter-option", option)]
+        folder = {**rival_drafts, "dflash": draft}[method]
+        done = call("generate", PROMPT, *sampled, "--draft", folder, "--block-size", 4, *given)
+        assert (done.code, done.out) == (0, plain.out), done.err
+    shapes = [(made.name, made.drafts_trees, made.max_draft_tokens) for made in seen[1:]]
+    assert (
+        shapes
+        == {
+            "medusa": [("medusa", True, 5), ("medusa", False, 3), ("medusa", True, 6)],
+            "eagle3": [("eagle3", False, 3), ("eagle3", True, 32), ("eagle3", True, 5)],
+            "draft_model": [("draft_model", False, 3)],
+            "dflash": [("dflash", False, 3)],
+        }[method]
+    )
+    assert getattr(seen[-1], "passes", 2) == 2
+
+
+def test_the_targets_own_folder_is_no_draft(call: Call, folder: Path) -> None:
+    """Both options with one folder: said before anything loads, and `--drafter draft_model` insists."""
+    done = call("generate", PROMPT, "--draft", folder)
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert done.err.endswith("is the target itself, which as a draft would gain nothing; expected a smaller model with "
+                             "its tokenizer, or a trained draft.\n")  # fmt: skip
+    insisted = call("generate", PROMPT, "--max-tokens", 9, "--drafter", "draft_model", "--draft", folder)
+    assert (insisted.code, insisted.out) == (0, call("generate", PROMPT, "--max-tokens", 9).out)
+
+
+def test_other_commands_take_the_options(
+    call: Call, rival_drafts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """demo decodes with them, bench and regenerate hand them on."""
+    (tmp_path / "prompts.json").write_text(json.dumps([{"prompt": PROMPT}]))
+    tree = ("--draft", rival_drafts["eagle3"], "--drafter-option", "tree=true", "--drafter-option", "nodes=4")
+    done = call("demo", "--prompts", tmp_path / "prompts.json", "--max-tokens", 6, "--repeat", 1, *tree)
+    assert done.code == 0 and "guesses up to 4 tokens a round" in done.out
+    seen: list[Any] = []
+    monkeypatch.setattr(bench, "run_bench", lambda config, *rest: (seen.append(config.arms()), 1 / 0))
+    monkeypatch.setattr(regenerate, "run_regenerate", lambda options, console: seen.append(options))
+    call("bench", *tree)
+    call("bench", "--drafter-option", "max_ngram=4")
+    call("regenerate", "--prompts", "p", "--out", "o", *tree)
+    own = {"tree": True, "nodes": 4}
+    assert seen[0] == [bench.Arm(draft=str(rival_drafts["eagle3"]), options=own)]
+    assert seen[1] == [bench.Arm("ngram", options={"max_ngram": 4})]
+    assert seen[2].drafter_options == own
+    assert [bench.arm_name(arm) for arm in (*seen[0], *seen[1])] == ["eagle3 tree=true nodes=4", "ngram max_ngram=4"]
+
+
+def test_help_names_every_drafter_and_option() -> None:
+    """options.py imports nothing slow, so it has its own list."""
+    named = re.split(", | or ", option_help("--drafter").rstrip("."))
+    assert [name.split(" (")[0] for name in named] == list(drafters.DRAFTERS)
+    known = {name: has for name in drafters.DRAFTERS if (has := list(drafters.option_types(name)))}
+    listed = option_help("--drafter-option").removeprefix("May be repeated. ").rstrip(".")
+    assert {part.split(": ")[0]: part.split(": ")[1].split(", ") for part in listed.split("; ")} == known
+
+
+def option_help(name: str) -> str:
+    command = typer.main.get_command(cli.app).commands["generate"]  # type: ignore[attr-defined]
+    return next(str(option.help) for option in command.params if name in option.opts)
 
 
 def test_own_seed_is_named_and_reproduces(call: Call) -> None:
@@ -245,6 +335,11 @@ BAD: list[tuple[str, list[str], str]] = [
     ("block of 0", ["x", "--drafter", "ngram", "--block-size", "0"], "--block-size"),
     ("block without drafter", ["x", "--block-size", "4"], "--drafter ngram"),
     ("unknown drafter", ["x", "--drafter", "magic"], "expected one of none, ngram, dflash"),
+    ("option without drafter", ["x", "--drafter-option", "tree=true"], "--drafter-option is for drafting"),
+    ("no such option", ["x", "--drafter", "ngram", "--drafter-option", "tree=true"], "it has max_ngram, min_ngram, a"),
+    ("option alone", ["x", "--drafter", "ngram", "--drafter-option", "tree"], "expected --drafter-option key=value"),
+    ("no value", ["x", "--drafter", "ngram", "--drafter-option", "max_ngram=x"], "max_ngram is 'x'; expected a whole"),
+    ("missing draft model", ["x", "--drafter", "draft_model", "--draft", "./x"], "the draft model is not there"),
     ("dflash without draft", ["x", "--drafter", "dflash"], "--draft"),
     ("n-grams with draft", ["x", "--drafter", "ngram", "--draft", "."], "takes no draft"),
     ("missing draft", ["x", "--draft", "missing"], "no draft at 'missing'"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -56,6 +58,44 @@ def test_doctor_refuses_a_draft_of_another_target(call: Call, target: Target, tm
     assert done.code == 1
     assert "does not fit the target" in done.out
     assert "padding token" in done.out
+
+
+@pytest.mark.parametrize(
+    ("method", "parts"),
+    [
+        ("medusa", ["Medusa at ", "3 heads", "a tree of 5 nodes", "0.0M parameters"]),
+        ("eagle3", ["EAGLE-3 at ", "1 layer, ", " of 320 tokens, ", "taps target layers 0, 1, 2"]),
+        ("draft_model", ["draft model LlamaForCausalLM at ", "1 layer, ", "context 512"]),
+    ],
+)
+def test_doctor_examines_drafts_of_all_methods(
+    method: str, parts: list[str], call: Call, rival_drafts: dict[str, Path]
+) -> None:
+    value = strict_json((done := call("doctor", "--json", "--draft", rival_drafts[method])).out)
+    found = next(finding for finding in value["findings"] if finding["name"] == "draft")
+    assert done.code == 0 and found["problem"] is None, done.out
+    for part in (*parts, str(rival_drafts[method]), "fits the target", "no training.json"):
+        assert part in found["value"]
+
+
+def test_doctor_names_what_is_wrong_with_a_draft(
+    call: Call, folder: Path, draft: Path, rival_drafts: dict[str, Path], tmp_path: Path
+) -> None:
+    """The target's own folder; a broken file; T11: trained for another target or in another mode."""
+    broken, trained = tmp_path / "broken", tmp_path / "trained"
+    shutil.copytree(rival_drafts["medusa"], broken)
+    (broken / "model.safetensors").write_bytes(b"")
+    shutil.copytree(draft, trained)
+    made = {"target": "t", "target_sha256": "0" * 64, "chat_template": {"sha256": None, "thinking": True}}
+    (trained / "training.json").write_text(json.dumps(made))
+    for place, sentence in (
+        (folder, "is the target itself"),
+        (broken, "cannot be read"),
+        (trained, "made for t with other weights than"),
+        (trained, "trained with thinking on, and now"),
+    ):
+        done = call("doctor", "--draft", place)
+        assert done.code == 1 and sentence in done.out
 
 
 def test_doctor_on_a_broken_installation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,11 +12,12 @@ import torch
 import rivals
 from bed import CONFIGS as FAMILIES
 from bed import PROMPTS, VOCAB, byte_tokenizer, decode, make_model, tiny_target
-from flashdraft.drafters import make_drafter
+from flashdraft.drafters import drafter_options, make_drafter
 from flashdraft.drafters.dflash import DFlashNetwork
 from flashdraft.drafters.draft_model import DraftModelDrafter
 from flashdraft.drafters.drawing import likeliest
-from flashdraft.drafters.eagle3 import Eagle3Network
+from flashdraft.drafters.eagle3 import Eagle3Network, TreeShape
+from flashdraft.drafters.medusa import MedusaDrafter, static_tree
 from flashdraft.engine import Engine
 from flashdraft.sampling import RowSampler
 from flashdraft.target import Target
@@ -401,8 +402,47 @@ def logits_by_hand(name: str, tokens: list[int], drafted: list[int], n: int) -> 
     return torch.tensor([logp.get(t, -math.inf) for t in range(VOCAB)])
 
 
-def test_options_are_checked() -> None:
-    with pytest.raises(FlashdraftError, match=r"^the drafter ngram has no option 'tree'; it has none\.$"):
-        make_drafter(tiny_target(), "ngram", tree=True)
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("ngram", {"tree": True}, "the drafter ngram has no option 'tree'; it has max_ngram, min_ngram, a block size."),
+        ("dflash", {"block_size": 4}, "the drafter dflash has no option 'block_size'; it has passes, a block size."),
+        ("draft_model", {"passes": 2}, "the drafter draft_model has no option 'passes'; it has a block size."),
+        ("medusa", {"top_k": 2}, "the drafter medusa has no option 'top_k'; it has tree, nodes, a block size."),
+        (
+            "eagle3",
+            {"target": 1},
+            "the drafter eagle3 has no option 'target'; it has tree, top_k, nodes, a block size.",
+        ),
+        ("none", {"tree": True}, "the drafter none has no option 'tree'; it has none."),
+        ("eagle3", {"tree": "maybe"}, "tree is 'maybe'; expected true or false."),
+        ("eagle3", {"nodes": 2.5}, "nodes is 2.5; expected a whole number."),
+        ("ngram", {"max_ngram": True}, "max_ngram is True; expected a whole number."),
+    ],
+)
+def test_options_that_a_drafter_has_not(name: str, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(FlashdraftError) as caught:
+        drafter_options(name, options)
+    assert str(caught.value) == said
+
+
+def test_options_reach_the_drafter() -> None:
+    made: Any = make_drafter(tiny_target(), "ngram", block_size=6, max_ngram=5, min_ngram=4)
+    assert (made.block_size, made._sizes) == (6, (4, 5))
+    with pytest.raises(FlashdraftError, match=r"^n-grams of 2 to 1 tokens; expected"):
+        make_drafter(tiny_target(), "ngram", max_ngram=1)
     with pytest.raises(FlashdraftError, match=r"^the drafter eagle3 needs a trained draft"):
         make_drafter(tiny_target(), "eagle3")
+
+
+def test_medusas_tree_of_so_many_nodes() -> None:
+    """Made here, in place of the configuration's; levels are those of the block."""
+    network = rivals.medusa_network("llama")
+    made = MedusaDrafter(network, tiny_target(), 3, nodes=7)
+    assert made.drafts_trees and made.max_draft_tokens == 7 and {len(path) for path in made._choices} == {1, 2}
+    assert set(made._choices) == set(static_tree(2, VOCAB, 7))
+    for nodes in (0, 1025):
+        with pytest.raises(FlashdraftError, match=rf"^nodes is {nodes}; expected 1 to 1024\.$"):
+            MedusaDrafter(network, tiny_target(), nodes=nodes)
+    with pytest.raises(FlashdraftError, match=r"^top_k is 0; expected 1 to 1024\.$"):
+        rivals.eagle3("llama", "float64", 4, TreeShape(top_k=0))

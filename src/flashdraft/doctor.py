@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from .terminal import console, waiting
+from .terminal import console, count_of, waiting
 from .types import FlashdraftError
 
 if TYPE_CHECKING:
@@ -304,23 +304,24 @@ def _draft(folder: str, target: Target) -> Finding:
 def _details(drafter: Any) -> list[str]:
     """What a drafter of each method is, and what it looks like."""
     if drafter.name == "draft_model":
-        model = drafter.model
-        return [
-            f"draft model {type(model.model).__name__}",
-            f"{model.num_layers} layers",
-            f"context {model.max_context}",
-        ]
+        model, layers = drafter.model, count_of(drafter.model.num_layers, "layer")
+        return [f"draft model {type(model.model).__name__}", layers, f"context {model.max_context}"]
     config = drafter.network.config
     taps = f"taps target layers {', '.join(map(str, drafter.target_layer_ids))}"
     if drafter.name == "medusa":
-        tree = f"a tree of {drafter.max_draft_tokens} nodes" if drafter.drafts_trees else "no tree"
-        return ["Medusa", f"{config.num_heads} heads", tree]
+        tree = f"a tree of {count_of(drafter.max_draft_tokens, 'node')}" if drafter.drafts_trees else "no tree"
+        return ["Medusa", count_of(config.num_heads, "head"), tree]
     if drafter.name == "eagle3":
         return ["EAGLE-3", "1 layer", f"{config.draft_vocab_size} of {config.vocab_size} tokens", taps]
     without = {"fused": ", features at the input", "none": ", without features"}.get(config.context, "")
     order = ", left to right" if config.autoregressive else ""
-    layers = f"{config.num_layers} layers{without}{order}"
-    return ["DFlash", layers, f"block {config.block_size}", *([taps] if drafter.target_layer_ids else [])]
+    layers = count_of(config.num_layers, "layer")
+    return [
+        "DFlash",
+        f"{layers}{without}{order}",
+        f"block {config.block_size}",
+        *([taps] if drafter.target_layer_ids else []),
+    ]
 
 
 def _short(path: Path) -> str:

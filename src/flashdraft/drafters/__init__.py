@@ -212,16 +212,21 @@ def _is_target(draft: str | Path, target: str | None) -> bool:
         return False
 
 
+def option_types(name: str) -> dict[str, Any]:
+    """A drafter's own options, with their types: the keywords of its function."""
+    made = DRAFTERS[name]
+    hints = get_type_hints(made, localns={"Target": Any})
+    return {key: hints[key] for key, p in inspect.signature(made).parameters.items() if p.kind is p.KEYWORD_ONLY}
+
+
 def drafter_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """A drafter's own options with their values as it wants them. Raises FlashdraftError for others."""
-    made = DRAFTERS[name]
-    known = [key for key, p in inspect.signature(made).parameters.items() if p.kind is p.KEYWORD_ONLY]
+    known = option_types(name)
     for key in options:
         if key not in known:
             has = [*known, *(["a block size"] if name != "none" else [])]
             raise FlashdraftError(f"the drafter {name} has no option {key!r}; it has {', '.join(has) or 'none'}.")
-    hints = get_type_hints(made, localns={"Target": Any})
-    return {key: convert(value, hints[key], key) for key, value in options.items()}
+    return {key: convert(value, known[key], key) for key, value in options.items()}
 
 
 def make_drafter(
