@@ -17,8 +17,12 @@ from flashdraft import checkpoint
 from flashdraft.drafters import drafter_name, eagle3_folder, make_drafter, medusa
 from flashdraft.drafters.dflash import DFlashDrafter
 from flashdraft.drafters.dflash_ablations import OwnContextDrafter
-from flashdraft.drafters.eagle3 import Eagle3Drafter
+from flashdraft.drafters.draft_model import DraftModelDrafter
+from flashdraft.drafters.eagle3 import Eagle3Drafter, TreeShape
 from flashdraft.drafters.medusa import MedusaDrafter
+from flashdraft.evaluation.bench import Arm, BenchConfig, arm_name, make_arm
+from flashdraft.locate import locate_draft_model
+from flashdraft.settings import make_settings
 from flashdraft.target import Target
 from flashdraft.types import FlashdraftError
 
@@ -80,16 +84,73 @@ def test_round_trips_draft_the_same(medusa_folder: Path, eagle_folder: Path, tre
     assert same_drafts(heads, rivals.medusa("llama", "float32", 5, tree))
 
 
-def test_a_draft_model_by_name(tmp_path: Path) -> None:
-    folder = save_target(tmp_path / "model")
+def test_a_language_model_drafts(tmp_path: Path) -> None:
+    """Its folder says so. The target's own is a mistake, unless a draft model is asked for by name."""
+    folder, other = save_target(tmp_path / "model"), save_target(tmp_path / "small", num_hidden_layers=1)
     target = Target.load(folder, dtype="float32")
-    made = make_drafter(target, "draft_model", folder, 4)
     prompt = list(range(20, 30))
     (plain,) = decode(target, None, [prompt], max_tokens=9, ignore_eos=True)
-    (found,) = decode(target, made, [prompt], max_tokens=9, ignore_eos=True)
-    assert found.token_ids == plain.token_ids and found.stats.acceptance_length == 4  # itself as draft
-    with pytest.raises(FlashdraftError, match=r"is this the target's folder\?\), which as a draft needs --drafter"):
-        make_drafter(target, None, folder)
+    for drafter in (make_drafter(target, None, other, 4), make_drafter(target, "draft_model", folder, 4)):
+        assert isinstance(drafter, DraftModelDrafter)
+        (found,) = decode(target, drafter, [prompt], max_tokens=9, ignore_eos=True)
+        assert found.token_ids == plain.token_ids
+    assert found.stats.acceptance_length == 4  # itself as draft
+    (tmp_path / "link").symlink_to(folder)
+    for same in (folder, tmp_path / "link", f"{folder}/../model"):
+        with pytest.raises(
+            FlashdraftError, match=r"is the target itself, which as a draft would gain nothing; expected a"
+        ):
+            make_drafter(target, None, same)
+    with pytest.raises(FlashdraftError, match=r"is a language model \(is this the target's folder\?\)"):
+        make_drafter(target, "dflash", folder)
+    with pytest.raises(FlashdraftError, match=r"^the draft model is not there: no target at './missing'"):
+        locate_draft_model("./missing")
+
+
+@pytest.mark.parametrize(
+    ("keys", "name"),
+    [
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "draft_model"),
+        ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, "draft_model"),
+        ({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 99}, "eagle3"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
+        ({"architectures": ["EagleLlamaForCausalLM"]}, "dflash"),  # which says that it is of another method
+        ({"architectures": ["DFlashQwen3ForCausalLM"]}, "dflash"),
+        ({"architectures": ["MedusaLlamaForCausalLM"]}, "medusa"),
+        ({"model_type": "medusa"}, "medusa"),
+        ({"architectures": ["DFlashDraftModel"]}, "dflash"),
+        ({"architectures": None}, "dflash"),
+    ],
+)
+def test_architectures_say_the_method(keys: dict[str, Any], name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    assert drafter_name(None, tmp_path) == name
+
+
+def test_the_shape_of_a_tree_asks_for_one(eagle_folder: Path, medusa_folder: Path) -> None:
+    eagle: Any = make_drafter(TARGET, None, eagle_folder, 5, top_k=3, nodes=9)
+    assert eagle.tree_shape == TreeShape(top_k=3, nodes=9) and eagle.max_draft_tokens == 9
+    assert not make_drafter(TARGET, None, eagle_folder).drafts_trees
+    heads: Any = make_drafter(TARGET, None, medusa_folder, 4, nodes=6)
+    assert heads.drafts_trees and heads.max_draft_tokens == 6
+    for folder, options in ((eagle_folder, {"top_k": 3, "nodes": 9}), (medusa_folder, {"nodes": 6})):
+        with pytest.raises(FlashdraftError, match=r"nodes shape a tree, but tree is false; drop one of them\.$"):
+            make_drafter(TARGET, None, folder, tree=False, **options)
+
+
+def test_arms_of_a_benchmark_have_options(eagle_folder: Path, medusa_folder: Path) -> None:
+    """The same words in bench's YAML; an arm without a name is called by its method and its options."""
+    arms = [{"draft": str(eagle_folder), "block_sizes": [3, 5], "options": {"tree": True, "nodes": 5}},
+            {"draft": str(medusa_folder)}, {"draft": str(medusa_folder), "name": "heads", "options": {"tree": False}}]  # fmt: skip
+    found = make_settings(BenchConfig, {"out": "o", "drafters": arms}).arms()
+    names = ["eagle3 tree=true nodes=5"] * 2 + ["medusa", "heads"]
+    assert [arm_name(arm) for arm in found] == names
+    made: list[Any] = [make_arm(arm, TARGET) for arm in found]
+    assert [(d.depth, d.max_draft_tokens) for d in made] == [(2, 5), (4, 5), (4, 10), (4, 4)]
+    with pytest.raises(
+        FlashdraftError, match=r"^the drafter eagle3 has no option 'depth'; it has tree, top_k, nodes, a"
+    ):
+        make_arm(Arm(draft=str(eagle_folder), options={"depth": 3}), TARGET)
 
 
 # -- EAGLE-3 in the layouts that are around --------------------------------------------------------------

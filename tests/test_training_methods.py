@@ -26,6 +26,7 @@ from flashdraft.training.plan import Piece
 from flashdraft.training.run import _chat_command, build_trainer, exported
 from flashdraft.training.trainer import Trainer
 from flashdraft.types import FlashdraftError, Request, SamplingParams
+from rivals import causal, own_context_states, shaken
 from test_training_trainer import answers, tiny_config
 
 DRAFT_LAYERS = {"method": "draft_model", "num_layers": 1, "target_layer_ids": None, "mask_token_id": None}
@@ -123,6 +124,68 @@ def drafted_right(trainer: Trainer, index: int) -> dict[int, int]:
     else:
         grid = right(0)
     return dict(zip(anchors, grid.int().cumprod(-1).sum(-1).tolist(), strict=True))
+
+
+# -- states by plain loops, a block at a time: (method, tokens [T], features [T, F], anchor) -> [L, D] ------------
+
+
+def medusa_states(method: Any, tokens: torch.Tensor, features: torch.Tensor, anchor: int) -> torch.Tensor:
+    """Every head reads what predicted the anchor."""
+    return torch.stack([block(features[anchor - 1]) for block in method.network.blocks])
+
+
+def eagle_states(method: Any, tokens: torch.Tensor, features: torch.Tensor, anchor: int) -> torch.Tensor:
+    """Pairs of token j + 1 and the feature of j up to the anchor's; behind it the network's own states."""
+    embeds, hidden, states = method.target.embed(tokens)[1:], method.network.fuse(features[:anchor]), []
+    for size in range(anchor, anchor + method.block_size - 1):
+        states.append(method.network(embeds[None, :size], hidden[None], torch.arange(size)[None], causal)[0, -1:])
+        hidden = torch.cat([hidden, states[-1]])
+    out: torch.Tensor = method.network.norm(torch.cat(states))
+    return out
+
+
+def model_states(method: Any, tokens: torch.Tensor, features: torch.Tensor, anchor: int) -> torch.Tensor:
+    """The anchor is the last token that the model has read."""
+    out: torch.Tensor = method.network.base_model(input_ids=tokens[None, : anchor + 1], use_cache=False)[0][0, -1:]
+    return out
+
+
+def own_states(method: Any, tokens: torch.Tensor, features: torch.Tensor, anchor: int) -> torch.Tensor:
+    block = torch.full((1, method.block_size), method.mask_token_id)
+    block[0, 0] = tokens[anchor]
+    at = torch.tensor([anchor])
+    return own_context_states(method.network, method.target, tokens, features, at, block)[0, 1:]
+
+
+LOOPS = {
+    "medusa": medusa_states,
+    "eagle3": eagle_states,
+    "draft_model": model_states,
+    "fused at the input": own_states,
+    "no features": own_states,
+}
+
+
+@pytest.mark.parametrize("method", LOOPS)
+def test_states_equal_a_plain_loop(tmp_path: Path, method: str) -> None:
+    """T1, T3: of a random network in float64, slot k is about the token k behind the anchor and sees what
+    decoding has: nothing of the answer from there on."""
+    trainer = trainer_of(tmp_path, method, answers(2, tokens=24), "float64")
+    made, sequences = trainer.method, trainer.sequences
+    if method != "draft_model":
+        shaken(made.network, 1, 0.15)
+    starts = [sequence.loss_spans[0][0] for sequence in sequences]
+    anchors = [(start, start + 5, start + 16) for start in starts]
+    pieces = [Piece(i, some, (len(sequences[i].token_ids),) * 3) for i, some in enumerate(anchors)]
+    blocks = make_blocks(pieces, sequences, made.block_size, made.mask_token_id, 3)
+    features = trainer.features.of([0, 1])
+    with torch.no_grad():
+        found = made.states(blocks, features)
+        for a, (i, anchor) in enumerate((i, anchor) for i, some in enumerate(anchors) for anchor in some):
+            tokens = torch.tensor(sequences[i].token_ids)
+            expected = LOOPS[method](made, tokens, features[i].states_TF[: len(tokens)], anchor)
+            assert torch.allclose(found[a], expected, rtol=1e-9, atol=1e-12)
+            assert blocks.labels_AL[a].tolist() == tokens[anchor + 1 : anchor + made.block_size].tolist()
 
 
 def test_filled_slots_hold_their_tokens_and_are_no_labels() -> None:
@@ -261,7 +324,7 @@ def test_medusas_tree_is_one(tmp_path: Path) -> None:
     choices = json.loads((tmp_path / "draft" / "config.json").read_text())["medusa_choices"]
     assert choices[0] == [0] and len(choices) == 24 and max(map(len, choices)) <= 5
     drafter = make_drafter(trainer.target, None, tmp_path / "draft")
-    assert drafter.drafts_trees
+    assert drafter.drafts_trees and _chat_command(trainer).endswith("latest")  # its block is in its heads
     plain = decode(trainer.target, None, PROMPTS[:2], max_tokens=20)
     found = decode(trainer.target, drafter, PROMPTS[:2], max_tokens=20)
     assert [r.token_ids for r in found] == [r.token_ids for r in plain]
@@ -276,12 +339,12 @@ def test_a_draft_models_folder_is_loaded_as_one(tmp_path: Path) -> None:
     trainer = build_trainer(config, target=target)
     trainer.train_step()
     trainer.write_draft(tmp_path / "draft")
-    drafter = make_drafter(target, "draft_model", tmp_path / "draft", 4)
+    drafter = make_drafter(target, None, tmp_path / "draft", 4)
     assert isinstance(drafter, DraftModelDrafter) and drafter.model.num_layers == 1
     for name, weight in trainer.masters.best_weights.items():
         assert torch.equal(drafter.model.model.get_parameter(name), weight)
     assert json.loads((tmp_path / "draft" / "training.json").read_text())["config"]["method"] == "draft_model"
-    assert "--drafter draft_model --draft" in _chat_command(trainer)
+    assert _chat_command(trainer).endswith("latest --block-size 4")
     plain = decode(target, None, [[5, 6, 7]], max_tokens=12)[0]
     assert decode(target, drafter, [[5, 6, 7]], max_tokens=12)[0].token_ids == plain.token_ids
 
