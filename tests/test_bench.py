@@ -17,7 +17,7 @@ import rivals
 from cli_bed import save_target
 from flashdraft import cli, drafters
 from flashdraft.engine import Engine
-from flashdraft.evaluation import bench, tables
+from flashdraft.evaluation import machine, tables
 from flashdraft.evaluation.bench import BenchConfig, run_bench
 from flashdraft.evaluation.records import PLAIN, Cell, Record, read_records
 from flashdraft.evaluation.summary import slots, summarise
@@ -298,10 +298,10 @@ def test_a_table_has_every_domain_and_says_what_is_wrong() -> None:
 def test_work_of_others_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine that counts: CPU seconds of all, minus our own, by the clock."""
     times = iter([100.0, 103.0])
-    monkeypatch.setattr(bench, "_busy_seconds", lambda: next(times))
-    monkeypatch.setattr(bench.time, "process_time", iter([5.0, 6.0]).__next__)
-    monkeypatch.setattr(bench.time, "perf_counter", iter([50.0, 52.0]).__next__)
-    assert bench._OtherWork().load() == 1.0
+    monkeypatch.setattr(machine, "_busy_seconds", lambda: next(times))
+    monkeypatch.setattr(machine.time, "process_time", iter([5.0, 6.0]).__next__)
+    monkeypatch.setattr(machine.time, "perf_counter", iter([50.0, 52.0]).__next__)
+    assert machine.OtherWork().load() == 1.0
 
 
 # -- settings and tasks ------------------------------------------------------------------------
@@ -315,6 +315,8 @@ def test_what_cannot_be_measured_is_one_sentence(folder: Path, target: Target, t
 
     assert "the closest one is 'drafter'" in sentence(drafters=[{"draftr": "ngram"}])
     assert "two arms are called 'ngram'" in sentence(drafters=[{"drafter": "ngram"}, {"drafter": "ngram"}])
+    same = [{"drafter": "ngram"}, {"drafter": "ngram", "block_size": 8}]
+    assert "two arms are called 'ngram' and draft 7 tokens" in sentence(drafters=same)
     assert "'plain'" in sentence(drafters=[{"drafter": "ngram", "name": "plain"}])
     assert "cannot be read" in sentence(tasks={"a": str(tmp_path / "none.jsonl")})
     assert "expected at least 1" in sentence(repeats=0)

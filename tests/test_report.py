@@ -20,6 +20,8 @@ import browser
 import report_bed
 from flashdraft import cli
 from flashdraft.evaluation import figures, report, svg, token_view
+from flashdraft.evaluation.planner import CostPoint, CostTable, RoundCost
+from flashdraft.evaluation.predictions import plans
 from flashdraft.evaluation.records import PLAIN, Cell, Record, Recorded, RecordFile, read_records
 from flashdraft.evaluation.summary import summarise
 from flashdraft.types import FlashdraftError
@@ -232,6 +234,95 @@ def test_points_lie_where_they_should() -> None:
 def test_series_differ_without_colours() -> None:
     marks = [re.sub(r"class='[^']*'", "", svg.shape(i, 0, 0)) for i in range(8)]
     assert len(set(marks)) == 8
+
+
+# -- predicted and measured ----------------------------------------------------------------------
+
+
+def timed(arm: str, block: int, prompt: int, rounds: Any, ms: float, **changes: Any) -> Record:
+    """A request whose rounds take `ms` each."""
+    seconds = len(rounds) * ms / 1e3
+    return record(
+        rounds, cell=Cell(arm, block, 0.0, 1), prompt=str(prompt), group=prompt, draft_seconds=0.0,
+        verify_seconds=seconds, decode_seconds=seconds, **changes,
+    )  # fmt: skip
+
+
+def run_of(prompts: int, kept: dict[int, int], **changes: Any) -> Recorded:
+    """Plain decoding, and an arm whose block of a size keeps so many tokens of every draft."""
+    records = []
+    for prompt in range(prompts):
+        records.append(timed(PLAIN, 0, prompt, ((0, 0, 1),) * 60, 10.0, **changes))
+        for block, n in kept.items():
+            records.append(timed("x", block, prompt, ((block - 1, n, n + 1),) * 20, 12.0, **changes))
+    return Recorded({"settings": {"max_tokens": 1000}, "environment": {}}, tuple(records))
+
+
+def why(recorded: Recorded, block: int, costs: CostTable | None = None) -> str:
+    (plan,) = plans(recorded, costs)
+    return next(line.why for line in plan.lines if line.forecast.block_size == block)
+
+
+def test_a_large_error_says_the_likely_reason() -> None:
+    """Only what the records know: another block, other programs, few rounds, a table of another run."""
+    assert why(run_of(10, {3: 2, 5: 2}), 3) == ""
+    said = why(run_of(10, {3: 2, 5: 1}), 3)
+    assert said.startswith(
+        "2.00 tokens a round were expected and 3.00 came; likely: survival was measured with blocks of 5"
+    )
+    assert "busy" not in said and "few" not in said
+    assert "few rounds (80): the acceptance length lies between 3.00 and 3.00" in why(run_of(4, {3: 2, 5: 1}), 3)
+    assert "the machine was busy with other programs in 100 % of the groups" in why(
+        run_of(10, {3: 2, 5: 1}, load=2.0), 3
+    )
+    table = CostTable(
+        tuple(
+            CostPoint(arm, block, 0.0, 1, RoundCost(0.0, ms, 0.0))
+            for arm, block, ms in ((PLAIN, 1, 10.0), ("x", 5, 30.0))
+        )
+    )
+    said = why(run_of(10, {5: 2}), 5, table)
+    assert said == "a round was to take 30.0 ms and took 12.0; likely: the times are the cost table's, of another run"
+    slower = run_of(10, {5: 2})
+    late = tuple(replace(r, decode_seconds=2 * r.decode_seconds) if r.cell.arm == PLAIN else r for r in slower.records)
+    table = CostTable((*table.points[:1], CostPoint("x", 5, 0.0, 1, RoundCost(0.0, 12.0, 0.0))))
+    assert why(replace(slower, records=late), 5, table).startswith("a plain round was to take 10.0 ms and took 20.0")
+
+
+def test_the_error_of_every_measured_cell_is_in_the_open(recorded: Recorded, page: str) -> None:
+    """Not folded away; and the cells that are far off are counted."""
+    found = [
+        (p, line) for p in plans(recorded) for line in p.lines if line.measured is not None and line.measured.ratio
+    ]
+    assert len(found) == 4 * 2 * len(report_bed.ARMS)
+    table = page.split("Error of every measured cell", 1)[1].split("</table>", 1)[0]
+    assert table.count("<tr") == 1 + len(found)
+    for _, line in found:
+        assert f"<td>{100 * line.deviation:+.1f} %</td>" in table
+    far = sum(bool(line.why) for _, line in found)
+    said = f"{far} of {len(found)} measured cells are more than 10 % off" if far else "All measured cells are within"
+    assert said in page
+
+
+def test_formulas_are_curves_with_the_measured_points(recorded: Recorded, page: str) -> None:
+    """Three curves over the block sizes; a point with its interval for each measured block."""
+    plan = next(p for p in plans(recorded) if (p.arm, p.task, p.temperature) == ("dflash", "maths", 0.0))
+    plot = ET.fromstring(figures.block_plot(plan, 0))
+    legend = [t.text or "" for t in plot.iter("text")]
+    assert any(t.startswith("one pass, constant acceptance") for t in legend)
+    assert "a pass for every token (Leviathan et al.)" in legend and "measured" in legend
+    curves = [line.get("points", "").split() for line in plot.iter("polyline")]
+    assert [len(points) for points in curves] == [8, 8, 8]
+    measured = [(float(c.get("cx", 0)), float(c.get("cy", 0))) for c in plot.iter("circle")][:2]
+    # measured values of this made-up cost model lie on our curve: blocks 4 and 8
+    for (x, y), point in zip(measured, (curves[0][3], curves[0][7]), strict=True):
+        a, b = map(float, point.split(","))
+        assert x == pytest.approx(a) and y == pytest.approx(b, abs=12)
+    # one pass costs the same however long, a pass for each token does not: higher is less y
+    assert all(
+        float(one.split(",")[1]) <= float(many.split(",")[1]) for one, many in zip(curves[1], curves[2], strict=True)
+    )
+    assert page.count("speed by block size</title>") == 4 * 2 * 3
 
 
 # -- the command -------------------------------------------------------------------------------

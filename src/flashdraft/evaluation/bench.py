@@ -9,25 +9,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import platform
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
 from ..drafters import Drafter, drafter_name, drafter_options, make_drafter
 from ..engine import Engine
+from ..locate import locate_draft
 from ..sampling import counter_key
 from ..settings import make_settings
 from ..target import Target
-from ..text import template_digest
 from ..types import FlashdraftError, Request, Result, SamplingParams
-from .records import PLAIN, Cell, Record, RecordFile
-from .tasks import SHIPPED, TaskPrompt, read_tasks
+from .machine import OtherWork, environment, peak_mb
+from .records import PLAIN, Cell, Record, RecordFile, begun
+from .servers import Server, ServerSpec
+from .tasks import SHIPPED, Group, TaskPrompt, digest, groups, read_tasks
 
 _PROMPTS = 32  # a stream of counter_key of our own
 _WARM_UP = 16  # tokens
@@ -50,7 +50,9 @@ class BenchConfig:
     """What to measure.
 
     Attributes:
-        tasks: name -> file of prompts; "ours" as the file is the set that ships along.
+        tasks: name -> file of prompts, or FILE:N for N of them; "ours" is the set that ships along.
+        servers: maps with the fields of ServerSpec; without drafters beside them, nothing is loaded here.
+        plain: whether plain decoding is an arm; without it there is no ratio.
         drafters: maps with `drafter`, `draft`, `name`, `options`, and `block_size` or `block_sizes`.
         prompts: of each domain, evenly spread over its file; None is all.
         rows: batch sizes. repeats: of every group; figures are medians over them.
@@ -60,6 +62,8 @@ class BenchConfig:
     out: str
     target: str = "smollm2"
     drafters: tuple[dict[str, Any], ...] = ()
+    servers: tuple[dict[str, Any], ...] = ()
+    plain: bool = True
     tasks: dict[str, str] = field(default_factory=lambda: {SHIPPED: SHIPPED})
     prompts: int | None = 20
     temperatures: tuple[float, ...] = (0.0,)
@@ -81,15 +85,22 @@ class BenchConfig:
             raise FlashdraftError(f"rows is {list(self.rows)}; expected batch sizes of at least 1.")
         if not self.temperatures:
             raise FlashdraftError("temperatures is empty; expected at least one, 0 is greedy.")
+        if not (self.plain or self.drafters or self.servers):
+            raise FlashdraftError("nothing is to be measured: no drafter, no server, and plain is off.")
 
     def arms(self) -> list[Arm]:
         """One for each drafter and block size. Raises FlashdraftError for names that would collide."""
         found = [arm for raw in self.drafters for arm in _arms(raw)]
         names = [(arm_name(arm), arm.block_size) for arm in found]
+        for spec in self.server_specs():  # a name stands for one thing, whatever the block
+            names += [(spec.label, size) for size in {0, *(size for name, size in names if name == spec.label)}]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None or any(name == PLAIN for name, _ in names):
             raise FlashdraftError(f"two arms are called {(twice or (PLAIN, 0))[0]!r}; give them names of their own.")
         return found
+
+    def server_specs(self) -> list[ServerSpec]:
+        return [make_settings(ServerSpec, raw, "a server") for raw in self.servers]
 
 
 def _arms(raw: Mapping[str, Any]) -> list[Arm]:
@@ -115,15 +126,6 @@ def make_arm(arm: Arm, target: Target) -> Drafter:
     return make_drafter(target, name, arm.draft, arm.block_size, **drafter_options(name, arm.options))
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Prompts of a domain that are decoded together."""
-
-    task: str
-    number: int
-    prompts: tuple[TaskPrompt, ...]
-
-
 Advance = Callable[[int, int, str], None]
 
 
@@ -139,23 +141,38 @@ def run_bench(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     arms = config.arms()
-    target = target or Target.load(config.target, dtype=config.dtype, device=config.device)
+    if arms or not config.servers:
+        target = target or Target.load(config.target, dtype=config.dtype, device=config.device)
+    else:
+        target = None  # the servers have their own
     tasks = read_tasks(config.tasks, config.prompts, target)
-    settings = asdict(config) | {"out": None}
-    drafters = [make_arm(arm, target) for arm in arms]
-    ways = {arm_name(a): {"method": d.name, "tree": d.drafts_trees} for a, d in zip(arms, drafters, strict=True)}
-    header = {"settings": json.loads(json.dumps(settings)), "environment": environment(target), "arms": ways}
-    file = RecordFile(config.out, header)
-    cells = [(arm_name(arm), drafter) for arm, drafter in zip(arms, drafters, strict=True)]
-    sizes = [(name, drafter.max_draft_tokens) for name, drafter in cells]
+    drafters = [] if target is None else [(arm_name(arm), make_arm(arm, target)) for arm in arms]
+    sizes = [(name, drafter.max_draft_tokens) for name, drafter in drafters]
     if len(set(sizes)) < len(sizes):  # trees of one name and as many nodes, say
         name, size = next(pair for pair in sizes if sizes.count(pair) > 1)
         raise FlashdraftError(f"two arms are called {name!r} and draft {size} tokens; give them names of their own.")
-    parts = [
-        _Bench(config, target, tasks, cells, rows, temperature, file)
-        for rows in config.rows
-        for temperature in config.temperatures
-    ]
+    servers = [(spec.label, arm, server) for spec in config.server_specs() for arm, server in spec.arms()]
+    header = {
+        "settings": _settings(config),
+        "environment": environment(target),
+        "arms": {name: {"method": d.name, "tree": d.drafts_trees} for name, d in drafters},
+        # of a file that is gone on with the header stays, and a server that is not needed need not be there
+        "servers": {} if begun(config.out) else {server.name: server.describe() for _, _, server in servers},
+        "digests": {"prompts": digest(tasks), **dict(filter(None, map(_weights_digest, arms)))},
+    }
+    file = RecordFile(config.out, header)
+    parts = []
+    for rows in config.rows:
+        for temperature in config.temperatures:
+            runners: list[Runner] = []
+            if target is not None:
+                room = _room(target, tasks, config.max_tokens)
+                cells: list[tuple[Cell, Drafter | None]] = []
+                cells += [(Cell(PLAIN, 0, temperature, rows), None)] if config.plain else []
+                cells += [(Cell(name, d.max_draft_tokens + 1, temperature, rows), d) for name, d in drafters]
+                runners += [_Local(config, target, cell, drafter, room) for cell, drafter in cells]
+            runners += [_Remote(config, Cell(arm, 0, temperature, rows, name), s) for name, arm, s in servers]
+            parts.append(_Bench(config, tasks, runners, rows, temperature, file))
     total = sum(len(part.todo) for part in parts)
     done = 0
     for part in parts:
@@ -166,90 +183,135 @@ def run_bench(
     return file
 
 
+def _settings(config: BenchConfig) -> dict[str, Any]:
+    """What a file's runs have in common; keys of newer versions only where they say something."""
+    settings = asdict(config) | {"out": None}
+    usual = {"servers": (), "plain": True}
+    made: dict[str, Any] = json.loads(
+        json.dumps({k: v for k, v in settings.items() if k not in usual or v != usual[k]})
+    )
+    return made
+
+
+def _room(target: Target, tasks: Mapping[str, Sequence[TaskPrompt]], max_tokens: int) -> int:
+    return min(target.max_context, max(len(p.token_ids) for prompts in tasks.values() for p in prompts) + max_tokens)
+
+
+def _weights_digest(arm: Arm) -> tuple[str, str] | None:
+    """(name, hash) of an arm's draft: a folder that is trained on is another draft."""
+    if arm.draft is None:
+        return None
+    folder = Path(arm.draft).expanduser()
+    if not folder.is_dir() and drafter_name(arm.drafter, arm.draft) != "draft_model":
+        folder = locate_draft(arm.draft)
+    found = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            found.update(hashlib.file_digest(stream, "sha256").digest())
+    return f"draft of {arm_name(arm)}", found.hexdigest()
+
+
+class Runner(Protocol):
+    """An arm at one temperature and one batch size: what a group is sent through."""
+
+    cell: Cell
+
+    def warm_up(self, group: Group) -> None: ...
+
+    def measure(self, repeat: int, group: Group) -> list[Record]: ...
+
+
 class _Bench:
     """All arms at one temperature and one batch size."""
 
     def __init__(
         self,
         config: BenchConfig,
-        target: Target,
         tasks: Mapping[str, Sequence[TaskPrompt]],
-        arms: Sequence[tuple[str, Drafter]],
+        runners: Sequence[Runner],
         rows: int,
         temperature: float,
         file: RecordFile,
     ) -> None:
         self.rows, self.temperature = rows, temperature
-        self._config, self._target, self._file = config, target, file
-        groups = list(_groups(tasks, rows))
-        longest = max(len(p.token_ids) for group in groups for p in group.prompts)
-        self._room = min(target.max_context, longest + config.max_tokens)
-        self._drafters: dict[Cell, Drafter | None] = {Cell(PLAIN, 0, temperature, rows): None}
-        self._drafters |= {
-            Cell(name, drafter.max_draft_tokens + 1, temperature, rows): drafter for name, drafter in arms
-        }
-        wanted = [(repeat, group) for repeat in range(config.repeats) for group in groups]
-        self.todo = [(r, g) for r, g in wanted if any(self._missing(cell, r, g) for cell in self._drafters)]
+        self._runners, self._file = list(runners), file
+        wanted = [(repeat, group) for repeat in range(config.repeats) for group in groups(tasks, rows)]
+        self.todo = [(r, g) for r, g in wanted if any(self._missing(runner, r, g) for runner in runners)]
 
     def run(self) -> Iterator[str]:
         """Measures group after group; says before each which task it is of."""
         if not self.todo:
             return
-        self._engines = {
-            cell: Engine(self._target, drafter, max_rows=self.rows, max_context=self._room, reuse_prefix=False)
-            for cell, drafter in self._drafters.items()
-        }
-        for cell in self._engines:
-            self._engines[cell].run(self._requests(cell, self.todo[0][1], _WARM_UP))
+        for runner in self._runners:
+            runner.warm_up(self.todo[0][1])
         for repeat, group in self.todo:
             yield group.task
-            cells = list(self._engines)
-            first = (repeat + group.number) % len(cells)  # who begins rotates
-            for cell in cells[first:] + cells[:first]:
-                if self._missing(cell, repeat, group):
-                    self._file.add(self._measure(cell, repeat, group))
+            first = (repeat + group.number) % len(self._runners)  # who begins rotates
+            for runner in self._runners[first:] + self._runners[:first]:
+                if self._missing(runner, repeat, group):
+                    self._file.add(runner.measure(repeat, group))
 
-    def _missing(self, cell: Cell, repeat: int, group: _Group) -> bool:
-        return (cell, group.task, group.number, repeat) not in self._file.done
+    def _missing(self, runner: Runner, repeat: int, group: Group) -> bool:
+        return (runner.cell, group.task, group.number, repeat) not in self._file.done
 
-    def _requests(self, cell: Cell, group: _Group, max_tokens: int) -> list[Request]:
+
+class _Remote:
+    """An arm that is a server."""
+
+    def __init__(self, config: BenchConfig, cell: Cell, server: Server) -> None:
+        self.cell, self._config, self._server = cell, config, server
+
+    def warm_up(self, group: Group) -> None:
+        self._server.warm_up(group.prompts[0], self.cell.temperature, self.cell.arm == PLAIN)
+
+    def measure(self, repeat: int, group: Group) -> list[Record]:
+        # 31 bits: not every server takes more
+        seeds = [_seed(self._config.seed, prompt) & 0x7FFFFFFF for prompt in group.prompts]
+        return self._server.measure(self.cell, repeat, group, self._config.max_tokens, seeds)
+
+
+class _Local:
+    """An arm that is a drafter, or plain decoding, in this program's own engine."""
+
+    def __init__(self, config: BenchConfig, target: Target, cell: Cell, drafter: Drafter | None, room: int) -> None:
+        self.cell, self._config, self._target, self._drafter, self._room = cell, config, target, drafter, room
+
+    def warm_up(self, group: Group) -> None:
+        self._engine = Engine(
+            self._target, self._drafter, max_rows=self.cell.rows, max_context=self._room, reuse_prefix=False
+        )
+        self._engine.run(self._requests(group, _WARM_UP))
+
+    def measure(self, repeat: int, group: Group) -> list[Record]:
+        requests = self._requests(group, self._config.max_tokens)
+        others, device = OtherWork(), self._target.device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        began = time.perf_counter()
+        results = self._engine.run(requests)
+        seconds = time.perf_counter() - began - sum(result.stats.prefill_seconds for result in results)
+        cache = self._drafter.bytes_per_context_token if self._drafter is not None else 0
+        made = {"decode_seconds": round(seconds, 6), "load": others.load(), "peak_mb": peak_mb(device)}
+        made |= {"draft_bytes_per_context_token": cache}
+        keep = repeat == 0 and group.number * self.cell.rows < self._config.keep_texts
+        return [
+            _record(self.cell, repeat, group, prompt, result, made, keep)
+            for prompt, result in zip(group.prompts, results, strict=True)
+        ]
+
+    def _requests(self, group: Group, max_tokens: int) -> list[Request]:
         return [
             Request(
                 prompt.token_ids,
                 SamplingParams(
                     max_tokens=max_tokens,
-                    temperature=cell.temperature,
+                    temperature=self.cell.temperature,
                     seed=_seed(self._config.seed, prompt),
                     acceptance=self._config.acceptance,  # type: ignore[arg-type]
                 ),
             )
             for prompt in group.prompts
         ]
-
-    def _measure(self, cell: Cell, repeat: int, group: _Group) -> list[Record]:
-        requests = self._requests(cell, group, self._config.max_tokens)
-        others = _OtherWork()
-        if self._target.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._target.device)
-        began = time.perf_counter()
-        results = self._engines[cell].run(requests)
-        seconds = time.perf_counter() - began - sum(result.stats.prefill_seconds for result in results)
-        load = others.load()
-        keep = repeat == 0 and group.number * cell.rows < self._config.keep_texts
-        return [
-            _record(cell, repeat, group, prompt, result, seconds, load, _peak_mb(self._target.device), keep)
-            for prompt, result in zip(group.prompts, results, strict=True)
-        ]
-
-
-def _groups(tasks: Mapping[str, Sequence[TaskPrompt]], rows: int) -> Iterator[_Group]:
-    """Domain after domain would let a drift of the machine's speed look like a difference between
-    domains; their groups come in turns."""
-    cut = {task: [prompts[i : i + rows] for i in range(0, len(prompts), rows)] for task, prompts in tasks.items()}
-    for number in range(max(map(len, cut.values()))):
-        for task, parts in cut.items():
-            if number < len(parts):
-                yield _Group(task, number, tuple(parts[number]))
 
 
 def _seed(seed: int, prompt: TaskPrompt) -> int:
@@ -258,9 +320,9 @@ def _seed(seed: int, prompt: TaskPrompt) -> int:
 
 
 def _record(
-    cell: Cell, repeat: int, group: _Group, prompt: TaskPrompt, result: Result, seconds: float, load: float,
-    peak_mb: float, keep: bool,
-) -> Record:  # fmt: skip
+    cell: Cell, repeat: int, group: Group, prompt: TaskPrompt, result: Result, made: dict[str, Any], keep: bool
+) -> Record:
+    """made: what all of a group have in common."""
     stats = result.stats
     return Record(
         cell=cell,
@@ -277,73 +339,6 @@ def _record(
         prefill_seconds=round(stats.prefill_seconds, 6),
         draft_seconds=round(stats.draft_seconds, 6),
         verify_seconds=round(stats.verify_seconds, 6),
-        decode_seconds=round(seconds, 6),
-        peak_mb=peak_mb,
-        load=load,
         pieces=tuple((token.text, token.origin) for token in result.tokens) if keep else (),
+        **made,
     )
-
-
-def environment(target: Target) -> dict[str, Any]:
-    """What a figure depends on besides the settings."""
-    import transformers
-
-    from .. import __version__
-
-    cuda = target.device.type == "cuda"
-    return {
-        "flashdraft": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "device": torch.cuda.get_device_name(target.device) if cuda else _cpu_name(),
-        "cpus": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "chat_template_sha256": template_digest(target.tokenizer) if target.tokenizer is not None else None,
-    }
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123
-            name = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-    return name
-
-
-def _peak_mb(device: torch.device) -> float:
-    if device.type == "cuda":
-        return round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return 0.0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return round(peak / (2**20 if sys.platform == "darwin" else 2**10), 1)
-
-
-class _OtherWork:
-    """CPUs that were busy with other processes' work (or taken by the host) since this was made."""
-
-    def __init__(self) -> None:
-        self._began, self._own, self._all = time.perf_counter(), time.process_time(), _busy_seconds()
-
-    def load(self) -> float:
-        seconds = max(time.perf_counter() - self._began, 1e-6)
-        now = _busy_seconds()
-        if now is None or self._all is None:  # not on Linux: a load average, which follows slowly
-            average = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-            return max(0.0, round(average - torch.get_num_threads(), 2))
-        return max(0.0, round((now - self._all - (time.process_time() - self._own)) / seconds, 2))
-
-
-def _busy_seconds() -> float | None:
-    """CPU seconds of all processes since the start of the machine; None where nobody counts them."""
-    try:
-        with open("/proc/stat", encoding="utf-8") as file:  # noqa: PTH123
-            user, nice, system, _idle, _wait, irq, softirq, steal = map(int, file.readline().split()[1:9])
-    except (OSError, ValueError):
-        return None
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")

@@ -42,6 +42,17 @@ Rows = Annotated[list[int] | None, option("--rows", metavar="N", help="Batch siz
 Temperatures = Annotated[
     list[float] | None, option("--temperature", metavar="X", help="0 is greedy; may be repeated.", show_default="0")
 ]
+Servers = Annotated[
+    list[str] | None,
+    option(
+        "--server", metavar="[NAME=]URL", show_default=False,
+        help="An OpenAI-compatible server to measure (then only drafters that are named); may be repeated.",
+    ),
+]  # fmt: skip
+PlainServer = Annotated[
+    str | None,
+    option("--plain-server", metavar="URL", help="The same without a draft, to compare it with.", show_default=False),
+]
 Repeats = Annotated[int, option("--repeat", metavar="N", min=1, help="Timed runs of everything.")]
 
 
@@ -59,13 +70,15 @@ def bench(
     temperature: Temperatures = None,
     max_tokens: MaxTokens = 128,
     repeat: Repeats = 3,
+    server: Servers = None,
+    plain_server: PlainServer = None,
     dtype: Dtype = "auto",
     device: Device = None,
     threads: Threads = None,
     out: Out = Path("bench.jsonl"),
 ) -> None:
-    """Measure drafters against plain decoding, per domain. A CONFIG.yaml holds several arms; without
-    one, the options name one arm."""
+    """Measure drafters against plain decoding, per domain; servers, too. A CONFIG.yaml holds several arms;
+    without one, the options name one arm."""
     import sys
 
     from ..settings import make_settings, read_yaml
@@ -80,7 +93,8 @@ def bench(
         chosen = drafter or (None if draft else "ngram")
         arm = {"drafter": chosen, "draft": draft, "block_size": block_size, "options": _own(drafter_option)}
         raw = {
-            "out": str(out), "target": target, "drafters": [arm],
+            "out": str(out), "target": target, "drafters": [arm] if drafter or draft or not server else [],
+            "servers": _servers(server or [], plain_server),
             "prompts": prompts, "rows": rows or [1], "temperatures": temperature or [0.0], "max_tokens": max_tokens,
             "repeats": repeat, "dtype": dtype, "device": device, "threads": threads,
             **({"tasks": _task_files(task)} if task else {}), **read_overrides(set_ or []),
@@ -92,6 +106,14 @@ def bench(
 
 def _own(drafter_option: list[str] | None) -> dict[str, Any]:
     return read_overrides(drafter_option or [], "--drafter-option")
+
+
+def _servers(given: list[str], plain: str | None) -> list[dict[str, Any]]:
+    """NAME=URL, or a URL alone; what stands before a `=` in a URL's own query has a slash."""
+    if plain is not None and len(given) != 1:
+        raise FlashdraftError("--plain-server belongs to one --server; name several pairs in a CONFIG.yaml.")
+    named = [text.partition("=") if "/" not in text.partition("=")[0] else ("", "=", text) for text in given]
+    return [{"url": url or name, "name": name if url and name else None, "plain_url": plain} for name, _, url in named]
 
 
 def _task_files(tasks: list[str]) -> dict[str, str]:
@@ -209,8 +231,9 @@ def _measure(
     import sys
 
     from ..terminal import console, waiting
-    from .bench import Arm, _OtherWork, arm_name, make_arm
+    from .bench import Arm, arm_name, make_arm
     from .costs import measure, measured_json
+    from .machine import OtherWork
     from .plan_view import show_costs
     from .report import write
 
@@ -224,7 +247,7 @@ def _measure(
         loaded = Target.load(target, dtype=dtype, device=device)
         wanted = Arm(**arm)
         arms = [(arm_name(wanted), make_arm(wanted, loaded))] if wanted.drafter or wanted.draft else []
-    others = _OtherWork()
+    others = OtherWork()
     table = measure(
         loaded, arms, context or [128, 1024], rows or [1], rounds, widest, lambda said: typer.echo(said, err=True)
     )

@@ -19,7 +19,7 @@ import torch
 
 from ..engine import Engine
 from ..types import Commit, Draft, FlashdraftError, Request, SamplingParams
-from .bench import _OtherWork, environment
+from .machine import OtherWork, environment
 from .planner import CostPoint, CostTable, RoundCost
 from .records import PLAIN
 
@@ -150,7 +150,7 @@ def _median(costs: Sequence[RoundCost]) -> RoundCost:
 # -- on the disk -------------------------------------------------------------------------------
 
 
-def measured_json(target: Target, table: CostTable, others: _OtherWork) -> dict[str, Any]:
+def measured_json(target: Target, table: CostTable, others: OtherWork) -> dict[str, Any]:
     """A table with what it depends on. `others`: made before the measurement."""
     return {
         "version": VERSION,

@@ -31,7 +31,7 @@ def setting_name(setting: Setting) -> str:
 
 
 def label(cell: Cell) -> str:
-    return cell.arm if not cell.block_size else f"{cell.arm}, block {cell.block_size}"
+    return cell.name if not cell.block_size else f"{cell.arm}, block {cell.block_size}"
 
 
 def series(summaries: Sequence[Summary]) -> dict[Cell, int]:
@@ -52,7 +52,7 @@ def speed_plot(summaries: Sequence[Summary]) -> str:
 
 
 def tau_plot(summaries: Sequence[Summary]) -> str:
-    own = [s for s in summaries if s.cell.arm != PLAIN]
+    own = [s for s in summaries if s.cell.arm != PLAIN and not math.isnan(s.tau.value)]
     groups = _by_task(own, "tau")
     return svg.dots(
         "Acceptance length, per domain",
@@ -114,6 +114,8 @@ def time_plot(summaries: Sequence[Summary]) -> str:
     """Where a round's time goes."""
     groups: dict[str, list[Stack]] = {}
     for s in summaries:
+        if math.isnan(sum(s.round_ms)):  # a server's: only the whole is seen
+            continue
         parts = " + ".join(f"{ms:.1f}" for ms in s.round_ms)
         groups.setdefault(s.task, []).append(Stack(label(s.cell), s.round_ms, f"{parts} = {sum(s.round_ms):.1f} ms"))
     told = "; ".join(f"{task}, {stack.label}: {stack.text}" for task, lines in groups.items() for stack in lines)

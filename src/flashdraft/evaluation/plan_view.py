@@ -40,7 +40,8 @@ def show_plans(screen: Console, found: Sequence[Plan]) -> None:
         screen.print(table)
         for line in plan.lines:
             if line.why:
-                screen.print(f"Block {line.forecast.block_size} is off: {line.why}.", soft_wrap=True)
+                said = f"Block {line.forecast.block_size} is {100 * line.deviation:+.0f} % off: {line.why}."
+                screen.print(Text(said), soft_wrap=True)
         screen.print(plan.advice, soft_wrap=True)
         screen.print()
 

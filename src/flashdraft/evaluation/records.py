@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,33 +22,68 @@ PLAIN = "plain"
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """What is measured: an arm at a temperature and a batch size. block_size 0: the arm has none."""
+    """What is measured: an arm at a temperature and a batch size.
+
+    Attributes:
+        block_size: 0: the arm has none, or a server does not say.
+        server: name of the server that was asked; "" is this program's own engine.
+    """
 
     arm: str
     block_size: int
     temperature: float
     rows: int
+    server: str = ""
 
     @property
     def plain(self) -> Cell:
         """The arm that this one is compared with."""
-        return Cell(PLAIN, 0, self.temperature, self.rows)
+        return replace(self, arm=PLAIN, block_size=0)
+
+    @property
+    def name(self) -> str:
+        """The arm, as tables call it: every server may have a plain one."""
+        return f"{self.server} {PLAIN}" if self.server and self.arm == PLAIN else self.arm
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a server's own counters say of drafts: of one request, or of a group (then one of the group's
+    records has them).
+
+    Attributes:
+        source: where they come from.
+        passes: of the target over a draft. committed: tokens that came out of these passes.
+        drafted, accepted: tokens, where the server says. by_slot: passes that kept slots 1 to k.
+    """
+
+    source: str
+    passes: float
+    committed: float
+    drafted: int | None = None
+    accepted: int | None = None
+    by_slot: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Record:
-    """One request of one run.
+    """One request of one run. None is a figure that nobody gives.
 
     Attributes:
         group: number of the requests decoded together, group_size of them.
         num_tokens: of the answer, the prefill's included.
-        ids_sha256: of the answer's token ids, to compare texts by.
+        ids_sha256: of the answer's token ids (its text, from a server), to compare answers by.
         rounds: (drafted, accepted, committed) of every round.
         draft_seconds, verify_seconds: shares of the batch's wall clock while this request ran.
-        decode_seconds: of the whole group, without the prefills.
+        decode_seconds: of the whole group, without the prefills; of a server, while at least one request
+            had its first token and not yet its last.
         peak_mb: of the process so far (of the device during this run, on a GPU).
         load: CPUs that other processes kept busy meanwhile.
         pieces: (text, how it came) of every token, where the run keeps them.
+        draft_bytes_per_context_token: what the drafter's own cache grows by.
+        first_token_seconds: until the first text of a streamed answer came.
+        counts: a server's. note: what is wrong with them.
+        failure: why there is no answer; such a record has no other figures.
     """
 
     cell: Cell
@@ -57,18 +92,23 @@ class Record:
     group: int
     group_size: int
     repeat: int
-    num_prompt_tokens: int
+    num_prompt_tokens: int | None
     num_tokens: int
     ids_sha256: str
     finish_reason: str
     rounds: tuple[tuple[int, int, int], ...]
-    prefill_seconds: float
-    draft_seconds: float
-    verify_seconds: float
+    prefill_seconds: float | None
+    draft_seconds: float | None
+    verify_seconds: float | None
     decode_seconds: float
-    peak_mb: float
-    load: float
+    peak_mb: float | None
+    load: float | None
     pieces: tuple[tuple[str, str], ...] = ()
+    draft_bytes_per_context_token: int | None = None
+    first_token_seconds: float | None = None
+    counts: Counts | None = None
+    note: str = ""
+    failure: str = ""
 
     def as_rounds(self) -> list[Round]:
         return [Round(*counts) for counts in self.rounds]
@@ -86,15 +126,17 @@ class RecordFile:
     """Appends records; what is written is flushed a group at a time.
 
     Args:
-        header: `settings` has to be what the file was begun with; the rest may differ.
+        header: `settings` has to be what the file was begun with, and so have `digests` that both name; the
+            rest may differ.
     """
 
     def __init__(self, path: str | Path, header: dict[str, Any]) -> None:
         self.path = Path(path).expanduser()
         self.done: set[tuple[Cell, str, int, int]] = set()
-        found = read_records(self.path) if self.path.exists() and self.path.stat().st_size else None
+        found = begun(self.path)
         if found is not None:
             _compare(self.path, found.header.get("settings", {}), header["settings"])
+            _compare_digests(self.path, found.header.get("digests", {}), header.get("digests", {}))
             self.done = _whole_groups(found.records)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [] if found is None else [r for r in found.records if _key(r) in self.done]
@@ -110,6 +152,13 @@ class RecordFile:
             file.flush()
             os.fsync(file.fileno())
         self.done |= {_key(record) for record in records}
+
+
+def begun(path: str | Path) -> Recorded | None:
+    """What a file holds already; None for one that has no record yet, whatever its header asked for."""
+    file = Path(path).expanduser()
+    found = read_records(file) if file.exists() and file.stat().st_size else None
+    return found if found is not None and found.records else None
 
 
 def _key(record: Record) -> tuple[Cell, str, int, int]:
@@ -131,11 +180,22 @@ def _compare(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
         )
 
 
+def _compare_digests(path: Path, old: Mapping[str, str], new: Mapping[str, str]) -> None:
+    """What the settings only name may have changed behind the name."""
+    changed = sorted(name for name in old.keys() & new.keys() if old[name] != new[name])
+    if changed:
+        raise FlashdraftError(
+            f"{path} holds runs with another content of: {', '.join(changed)}. Name another file with --out."
+        )
+
+
 def _as_json(record: Record) -> dict[str, Any]:
-    line = {"cell": list(asdict(record.cell).values())}
-    line |= {f.name: getattr(record, f.name) for f in fields(record) if f.name != "cell"}
-    if not record.pieces:
-        line.pop("pieces")
+    """Fields that are not there in every record are left out where they say nothing."""
+    line: dict[str, Any] = {"cell": list(asdict(record.cell).values())}
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if field.name != "cell" and (field.default is MISSING or value != field.default):
+            line[field.name] = asdict(value) if isinstance(value, Counts) else value
     return line
 
 
@@ -168,4 +228,6 @@ def _record(line: dict[str, Any]) -> Record:
     values["cell"] = Cell(*line["cell"])
     values["rounds"] = tuple(tuple(counts) for counts in line["rounds"])
     values["pieces"] = tuple(tuple(piece) for piece in line.get("pieces", ()))
+    if line.get("counts") is not None:
+        values["counts"] = Counts(**(line["counts"] | {"by_slot": tuple(line["counts"].get("by_slot", ()))}))
     return Record(**values)

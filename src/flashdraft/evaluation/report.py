@@ -116,11 +116,12 @@ def _setting(setting: figures.Setting, summaries: Sequence[Summary], mean: bool,
     slots = figures.largest_blocks(own)
     tasks = sorted({s.task for s in slots if s.slots})
     acceptance = "".join(_figure(plot) for task in tasks for plot in figures.slot_plots(task, slots, marks))
+    timed = any(not math.isnan(s.round_ms[0]) for s in own)  # a server does not tell its parts
     inner = (
         f"<div class='plots'>{_figure(figures.speed_plot(own), 'Speed over plain decoding, per domain')}"
         f"{_figure(figures.tau_plot(own), 'Acceptance length, per domain')}"
-        f"{_figure(figures.time_plot(own), 'Where a round&#8217;s time goes')}</div>"
-        f"<h3>All figures</h3>{_table(tables.HEADS, _summary_rows(own, mean), 'all figures')}"
+        f"{_figure(figures.time_plot(own), 'Where a round&#8217;s time goes') if timed else ''}</div>"
+        f"<h3>All figures</h3>{_table(*_trimmed(_summary_rows(own, mean)), 'all figures')}"
         f"<h3>Acceptance per drafted slot</h3><p>The largest block of each arm. Survival: slots 1 to k were all kept. "
         f"Conditional: slot k was, where all before it were. Shares of fewer than {figures.FEW} rounds are not drawn.</p>"
         f"<div class='plots'>{acceptance}</div>"
@@ -142,6 +143,12 @@ def _summary_rows(own: Sequence[Summary], mean: bool) -> list[tuple[str, tuple[s
     ordered = sorted(own, key=lambda s: (s.task, s.cell.arm != PLAIN, s.cell))
     rows = [("plain" if s.cell.arm == PLAIN else "lost" if figures.loses(s) else "", _cells(s)) for s in ordered]
     return rows + [("mean", _mean_cells(s, value)) for s, value in (means(own) if mean else [])]
+
+
+def _trimmed(rows: Sequence[tuple[str, Sequence[str]]]) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """(heads, rows) without columns that nobody has a figure for."""
+    kept = tables.used([cells for _, cells in rows])
+    return [tables.HEADS[i] for i in kept], [(kind, [cells[i] for i in kept]) for kind, cells in rows]
 
 
 def _cells(summary: Summary) -> tuple[str, ...]:
@@ -220,22 +227,38 @@ def predicted_rows(found: Sequence[Plan]) -> list[tuple[str, ...]]:
 def _predictions(found: Sequence[Plan]) -> str:
     if not found:
         return ""
-    several = [p for p in found if sum(line.measured is not None for line in p.lines) > 1]
+    several, single = _by_curve(found)
     plots = [_figure(figures.agreement_plot(found), "Predicted against measured speedup")]
     plots += [_figure(figures.block_plot(p, 0)) for p in several]
+    more = "".join(_figure(figures.block_plot(p, 0)) for p in single)
     rows = [("lost" if row[-1] else "", row) for row in predicted_rows(found)]
+    measured = [(kind, row) for kind, row in rows if row[PREDICTED.index("measured")]]
     said = "".join(
         f"<li>{shown(p.task)}, {shown(p.arm)} ({shown(figures.setting_name((p.temperature, p.rows)))}): {shown(p.advice)}</li>"
         for p in found
     )
-    far = sum(bool(row[-1]) for row in predicted_rows(found))
-    word = f"{far} of the measured cells are more than {100 * NEAR:.0f} % off; the table says why."
+    far = sum(bool(row[-1]) for _, row in measured)
+    word = f"{far} of {len(measured)} measured cells are more than {100 * NEAR:.0f} % off; the table says why."
     return (
         "<h2>Predicted and measured</h2><p>Tokens a round from the survival of an arm&#8217;s largest block, cut to each "
-        f"size; times from what was measured. {word if far else f'All measured cells are within {100 * NEAR:.0f} %.'}</p>"
-        f"<div class='plots'>{''.join(plots)}</div><h3>Which block</h3><ul>{said}</ul>"
+        "size; times from what was measured. Beside them the curves of the classical formulas: one pass for a block, and "
+        f"a pass for every token. {word if far else f'All measured cells are within {100 * NEAR:.0f} %.'}</p>"
+        f"<div class='plots'>{''.join(plots)}</div>"
+        + (
+            f"<details><summary>Arms measured with one block</summary><div class='plots'>{more}</div></details>"
+            if more
+            else ""
+        )
+        + f"<h3>Error of every measured cell</h3>{_table(PREDICTED, measured, 'error of every measured cell')}"
+        f"<h3>Which block</h3><ul>{said}</ul>"
         f"<details><summary>All predictions</summary>{_table(PREDICTED, rows, 'all predictions')}</details>"
     )
+
+
+def _by_curve(found: Sequence[Plan]) -> tuple[list[Plan], list[Plan]]:
+    """Plans with several measured blocks, and those with one on a curve of more."""
+    counts = [(p, sum(line.measured is not None for line in p.lines)) for p in found]
+    return [p for p, n in counts if n > 1], [p for p, n in counts if n == 1 and len(p.lines) > 1]
 
 
 def _answers(recorded: Recorded) -> str:
@@ -261,8 +284,10 @@ def _conditions(recorded: Recorded) -> str:
         f"<h3>{name}</h3><dl>{''.join(f'<dt>{shown(str(k))}</dt><dd>{shown(_said(v))}</dd>' for k, v in values.items())}</dl>"
         for name, values in (
             ("Machine", recorded.header.get("environment", {})),
+            ("Servers", recorded.header.get("servers", {})),
             ("Settings", recorded.header.get("settings", {})),
         )
+        if values
     )
     return f"<h2>Conditions</h2>{lists}"
 
@@ -285,11 +310,11 @@ def markdown_page(
     parts = [f"# {_md(title)}", ""]
     for name, recorded in runs:
         summaries = summarise(recorded.records)
-        parts += [f"## {_md(name)}", "", _md_table(tables.HEADS, list(map(tables.cells, summaries))), ""]
+        rows = [("", tables.cells(s)) for s in summaries]
+        rows += [("", _mean_cells(s, value)) for s, value in (means(summaries) if mean else [])]
+        heads, trimmed = _trimmed(rows)
+        parts += [f"## {_md(name)}", "", _md_table(heads, [cells for _, cells in trimmed]), ""]
         parts += [f"{_md(sentence)}\n" for sentence in tables.remarks(recorded, summaries)]
-        if mean:
-            rows = [_mean_cells(s, value) for s, value in means(summaries)]
-            parts += [_md_table(tables.HEADS, rows), ""]
         slots = [cells for _, cells in slot_rows(summaries)]
         parts += ["### Acceptance per drafted slot", "", _md_table(SLOTS, slots), ""]
         found = plans(recorded, costs)

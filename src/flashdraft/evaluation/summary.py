@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from statistics import median
+from typing import Literal
 
 import torch
 
 from ..types import Round
-from .records import PLAIN, Cell, Record
+from .records import PLAIN, Cell, Counts, Record
 
 _RESAMPLES = 2000
 
@@ -55,10 +57,14 @@ class Summary:
 
     Attributes:
         tau: committed tokens over rounds, pooled; tau_mean: mean of the requests' own.
-        equal: share of answers that equal plain decoding's, token by token; None for the plain arm.
-        round_ms: (draft, verify, rest) of a round. tokens_per_second: decoding, prefills apart.
-        ratio: to plain decoding with the same temperature and rows; None without such records.
+        equal: share of answers that equal plain decoding's, token by token; None for the plain arm, and for
+            a server that draws.
+        round_ms: (draft, verify, rest) of a round; nan where a server does not say.
+        tokens_per_second: decoding, prefills apart.
+        ratio: to plain decoding with the same temperature, rows and server; None without such records.
         busy: share of the groups that ran while the machine had other work.
+        draft_bytes: that a context token takes in the drafter's cache; None if unknown.
+        first_token_ms: median; None if it was not measured. num_failed: requests without an answer.
     """
 
     cell: Cell
@@ -72,8 +78,11 @@ class Summary:
     tokens_per_second: float
     ratio: Interval | None
     equal: float | None
-    peak_mb: float
+    peak_mb: float | None
     busy: float
+    draft_bytes: int | None = None
+    first_token_ms: float | None = None
+    num_failed: int = 0
 
 
 def summarise(records: Sequence[Record]) -> list[Summary]:
@@ -85,28 +94,30 @@ def summarise(records: Sequence[Record]) -> list[Summary]:
     return [_summary(cell, task, parts[cell, task], parts.get((cell.plain, task))) for cell, task in order]
 
 
-def _summary(cell: Cell, task: str, own: list[Record], plain: list[Record] | None) -> Summary:
+def _summary(cell: Cell, task: str, every: list[Record], plain: list[Record] | None) -> Summary:
+    own = [record for record in every if not record.failure]
     rounds = [r for record in own for r in record.as_rounds()]
     by_prompt = _by_prompt(own)
-    num_rounds = len(rounds)
-    draft, verify = (_seconds(own, name) for name in ("draft_seconds", "verify_seconds"))
-    total = sum(seconds for seconds, _ in _by_group(own).values())
-    batch_rounds = _batch_rounds(own)
+    counts = _by_group_counts(own)
     compared = plain if plain is not None and cell.arm != PLAIN else None
+    firsts = [r.first_token_seconds for r in own if r.first_token_seconds is not None]
     return Summary(
         cell=cell,
         task=task,
         num_prompts=len(by_prompt),
-        num_rounds=num_rounds,
-        tau=_tau(by_prompt),
+        num_rounds=round(sum(c.passes for group in counts for c in group)) if cell.server else len(rounds),
+        tau=_served_tau(counts) if cell.server else _tau(by_prompt),
         tau_mean=_mean([_pooled(r) for r in by_prompt.values() if r]),
-        slots=slots(rounds),
-        round_ms=tuple(1e3 * x / max(batch_rounds, 1) for x in (draft, verify, max(total - draft - verify, 0.0))),  # type: ignore[arg-type]
-        tokens_per_second=_speed(_by_group(own)),
-        ratio=None if compared is None else _ratio(_by_group(own), _by_group(compared)),
-        equal=None if compared is None else _equal(own, compared),
-        peak_mb=max(record.peak_mb for record in own),
-        busy=_mean([float(record.load > _BUSY) for record in own]),
+        slots=_served_slots(counts) if cell.server else slots(rounds),
+        round_ms=(math.nan,) * 3 if cell.server else _round_ms(own),
+        tokens_per_second=_speed(_by_group(every)),
+        ratio=None if compared is None else _ratio(_by_group(every), _by_group(compared)),
+        equal=None if compared is None or (cell.server and cell.temperature) else _equal(own, compared),
+        peak_mb=max((r.peak_mb for r in own if r.peak_mb is not None), default=None),
+        busy=_mean([float(record.load is not None and record.load > _BUSY) for record in own]),
+        draft_bytes=max((n for r in own if (n := r.draft_bytes_per_context_token) is not None), default=None),
+        first_token_ms=1e3 * median(firsts) if firsts else None,
+        num_failed=len(every) - len(own),
     )
 
 
@@ -155,7 +166,7 @@ def _interval(pairs: Sequence[tuple[float, float]]) -> Interval:
 
 def _ratio(own: dict[int, tuple[float, int]], plain: dict[int, tuple[float, int]]) -> Interval | None:
     """Tokens a second over plain decoding's, over the groups that both have decoded."""
-    groups = sorted(own.keys() & plain.keys())
+    groups = sorted(g for g in own.keys() & plain.keys() if own[g][0] > 0 and plain[g][0] > 0)
     if not groups:
         return None
     table = torch.tensor([[*own[g], *plain[g]] for g in groups], dtype=torch.float64)
@@ -177,13 +188,16 @@ def _quantiles(values: torch.Tensor) -> tuple[float, float]:
 
 
 def _by_group(records: Sequence[Record]) -> dict[int, tuple[float, int]]:
-    """Of each group (median seconds over its repeats, tokens decoded behind the prefill's)."""
+    """Of each group (median seconds over its repeats, tokens decoded behind the prefill's). A group that lacks
+    an answer was an easier one: it has no speed."""
     seconds: dict[int, dict[int, float]] = {}
     tokens: dict[int, dict[int, int]] = {}
+    failed = {(record.group, record.repeat) for record in records if record.failure}
     for record in records:
-        seconds.setdefault(record.group, {})[record.repeat] = record.decode_seconds
-        counts = tokens.setdefault(record.group, {})
-        counts[record.repeat] = counts.get(record.repeat, 0) + record.num_tokens - 1
+        if (record.group, record.repeat) not in failed:
+            seconds.setdefault(record.group, {})[record.repeat] = record.decode_seconds
+            counts = tokens.setdefault(record.group, {})
+            counts[record.repeat] = counts.get(record.repeat, 0) + max(record.num_tokens - 1, 0)
     return {g: (median(seconds[g].values()), round(median(tokens[g].values()))) for g in seconds}
 
 
@@ -192,12 +206,20 @@ def _speed(groups: dict[int, tuple[float, int]]) -> float:
     return sum(n for _, n in groups.values()) / seconds if seconds else math.nan
 
 
-def _seconds(records: Sequence[Record], name: str) -> float:
+def _round_ms(records: Sequence[Record]) -> tuple[float, float, float]:
+    """(draft, verify, rest) of a round of the batch."""
+    draft, verify = (_seconds(records, name) for name in ("draft_seconds", "verify_seconds"))
+    total = sum(seconds for seconds, _ in _by_group(records).values())
+    rounds = max(_batch_rounds(records), 1)
+    return 1e3 * draft / rounds, 1e3 * verify / rounds, 1e3 * max(total - draft - verify, 0.0) / rounds
+
+
+def _seconds(records: Sequence[Record], name: Literal["draft_seconds", "verify_seconds"]) -> float:
     """Of all groups, the median over the repeats; a group's rounds last as long as its longest request."""
     found: dict[int, dict[int, float]] = {}
     for record in records:
         repeats = found.setdefault(record.group, {})
-        repeats[record.repeat] = max(repeats.get(record.repeat, 0.0), getattr(record, name))
+        repeats[record.repeat] = max(repeats.get(record.repeat, 0.0), getattr(record, name) or 0.0)
     return sum(median(repeats.values()) for repeats in found.values())
 
 
@@ -207,6 +229,27 @@ def _batch_rounds(records: Sequence[Record]) -> int:
     for record in records:
         longest[record.group] = max(longest.get(record.group, 0), len(record.rounds))
     return sum(longest.values())
+
+
+def _by_group_counts(records: Sequence[Record]) -> list[list[Counts]]:
+    """A server's counters, those of a group together: it may count its requests in one."""
+    found: dict[int, list[Counts]] = {}
+    for record in records:
+        if record.counts is not None:
+            found.setdefault(record.group, []).append(record.counts)
+    return list(found.values())
+
+
+def _served_tau(counts: Sequence[Sequence[Counts]]) -> Interval:
+    return _interval([(sum(c.committed for c in group), sum(c.passes for c in group)) for group in counts])
+
+
+def _served_slots(counts: Sequence[Sequence[Counts]]) -> tuple[Slot, ...]:
+    """Of all passes, since no server says how long each draft was: a lower bound where some were short."""
+    own = [c for group in counts for c in group if c.by_slot]
+    passes = round(sum(c.passes for c in own))
+    kept = [sum(slots) for slots in zip_longest(*(c.by_slot for c in own), fillvalue=0)]
+    return tuple(Slot(passes, n, before) for n, before in zip(kept, [passes, *kept], strict=False))
 
 
 def _equal(own: Sequence[Record], plain: Sequence[Record]) -> float:
