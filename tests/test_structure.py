@@ -24,7 +24,7 @@ ORDER = [
     "training.trainer", "training.run",
     "evaluation", "evaluation.tasks", "evaluation.records", "evaluation.summary", "evaluation.planner", "evaluation.predictions", "evaluation.counters", "evaluation.streams", "evaluation.servers", "evaluation.machine", "evaluation.bench", "evaluation.costs", "evaluation.tables",
     "evaluation.svg", "evaluation.figures", "evaluation.token_view", "evaluation.report", "evaluation.memory", "evaluation.plan_view",
-    "engines", "engines.assistant", "engines.target_facts", "engines.rules", "engines.layouts", "engines.launching", "engines.transfer",
+    "engines", "engines.assistant", "engines.gguf_file", "engines.gguf_tokenizer", "engines.gguf_target", "engines.llama_cpp", "engines.target_facts", "engines.rules", "engines.layouts", "engines.launching", "engines.transfer",
     "terminal", "chat", "doctor", "demo", "options", "training.commands", "evaluation.commands", "engines.commands", "cli", "__init__", "__main__",
 ]  # fmt: skip
 

@@ -30,6 +30,12 @@ def locate_target(source: str | Path) -> Path:
 
     Raises FlashdraftError with one sentence if there is none.
     """
+    found = locate_source(source)
+    return dequantised(found) if found.is_file() else found
+
+
+def locate_source(source: str | Path) -> Path:
+    """What `locate_target` starts from: the folder, or the GGUF file before it is unpacked."""
     text = str(source)
     try:
         return _locate(text)
@@ -42,11 +48,11 @@ def _locate(text: str) -> Path:
     if text and path.is_file():
         if path.suffix.lower() != ".gguf":
             raise FlashdraftError(f"{text} is a file but no .gguf; expected a model folder or a GGUF file.")
-        return dequantised(path)
+        return path
     if text and path.is_dir():
         return _weights_in(path)
     if text in ALIASES:
-        return dequantised(_file_in_distribution(text))
+        return _file_in_distribution(text)
     if _HUB_NAME.fullmatch(text):
         folder = _from_hub_cache(text)
         if folder is not None:
@@ -76,13 +82,13 @@ def _file_in_distribution(alias: str) -> Path:
 
 
 def _weights_in(path: Path) -> Path:
-    """The folder itself, or what its only GGUF file unpacks to if it has no safetensors."""
+    """The folder itself, or its only GGUF file if it has no safetensors."""
     if not any(path.glob("*.safetensors*")):
         ggufs = sorted(path.glob("*.gguf"))
         if len(ggufs) > 1:
             raise FlashdraftError(f"{path} holds {len(ggufs)} GGUF files; name one, such as {ggufs[0].name}.")
         if ggufs:
-            return dequantised(ggufs[0])
+            return ggufs[0]
     return path
 
 
