@@ -48,7 +48,7 @@ PARTS = {
     "llama.cpp": Part("engines_llama_cpp", 5400, "llama.cpp built from source: GGUF of draft and target, its server"),
     "speculators": Part("engines_speculators", 1800, "convert and load our draft; train a toy draft (1.5 GB)"),
     "specforge": Part("engines_specforge", 1800, "train a toy draft, export and import it (2 GB)"),
-    "sglang": Part("engines_sglang", 2400, "its CPU path refuses DFlash without a plugin of 60 lines (8 GB)"),
+    "sglang": Part("engines_sglang", 600, "its reading of our exports, by its own parser; nothing is decoded"),
 }
 
 

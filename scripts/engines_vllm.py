@@ -1,6 +1,6 @@
 """vLLM on a CPU, in an environment of its own, against our decoding: a part of engines.py.
 
-Its two CPU bugs are mended by tests/vllm_plugin. In float32: the tiny pair's greedy texts and how many
+Its bugs on a CPU are mended by tests/vllm_plugin. In float32: the tiny pair's greedy texts and how many
 drafted tokens were accepted at each position, exactly; the law of sampled texts; SmolLM2's greedy texts with
 the shipped draft; the server, answering an OpenAI client.
 """

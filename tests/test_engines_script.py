@@ -20,7 +20,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     monkeypatch.syspath_prepend(str(SCRIPTS))
     yield importlib.import_module("engines")
-    for name in ("engines", "engines_tools"):
+    for name in [name for name in sys.modules if name.split("_")[0] == "engines"]:
         sys.modules.pop(name, None)
 
 
@@ -117,3 +117,42 @@ def test_a_server_that_ends_is_noticed(engines: Any) -> None:
         tools.serving([sys.executable, "-c", "raise SystemExit(4)"], url, seconds=60),
     ):
         pass
+
+
+def test_what_is_compared_with_vllm(engines: Any) -> None:
+    """D7, D15: equal texts are not enough; the counts by position and the law of samples must be ours."""
+    import importlib
+
+    pair, vllm = importlib.import_module("engines_pair"), importlib.import_module("engines_vllm")
+    # the first token and two rounds are more than enough; a third is after the end
+    assert pair.whole_rounds([pair.MAX_TOKENS - 2, 4, 3]) == [pair.MAX_TOKENS - 3, 3]
+    law = {"5 6 7": 0.75, "5 6 8": 0.25}
+    bundle = pair.Bundle(4, 9, [[4, 5]], [[1] * 9], [[3, 0, 2]], law)
+    assert (bundle.num_drafts, bundle.per_position()) == (3, [2, 2, 1])
+    counts = {"num_drafts": 3, "num_accepted": 5, "per_position": [2, 2, 1]}
+    good = {"answers": [[1] * 9], "counts": counts, "texts": {"5 6 7": 290, "5 6 8": 110}}
+    vllm.compare_pair(good, bundle)
+    for wrong, sentence in (
+        ({"answers": [[1] * 8 + [2]]}, "texts differ"),
+        ({"counts": {**counts, "per_position": [2, 1, 1]}}, "accepted"),
+        ({"texts": {"5 6 7": 230, "5 6 8": 170}}, "law"),
+        ({"texts": {"5 6 9": 1}}, "law"),
+    ):
+        with pytest.raises(AssertionError, match=sentence):
+            vllm.compare_pair({**good, **wrong}, bundle)
+
+
+def test_the_plugins_expansion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request's temperature for each of its drafted tokens; a value that stands for greedy is replaced."""
+    import importlib
+
+    import torch
+
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "vllm_plugin"))
+    expand = importlib.import_module("flashdraft_vllm_cpu").expand_batch_to_tokens
+    ends = torch.tensor([2, 5, 6])
+    assert expand(torch.tensor([0.5, 0.0, 2.0]), ends, 6, 0, 1).tolist() == [0.5, 0.5, 1, 1, 1, 2]
+    assert expand(torch.tensor([7, 0, 3]), ends, 6).tolist() == [7, 7, 0, 0, 0, 3]
+    mended = importlib.import_module("flashdraft_vllm_cpu").without_drafts(lambda logits, k: logits + k.max())
+    assert mended(torch.zeros(0, 5), torch.zeros(0)).shape == (0, 5)
+    assert mended(torch.zeros(1, 2), torch.tensor([3])).tolist() == [[3, 3]]

@@ -54,6 +54,7 @@ def main(job_file: str, out_file: str) -> None:
     made: dict[str, Any] = {"vllm": vllm.__version__}
     made["answers"] = [list(out.outputs[0].token_ids) for out in llm.generate(prompts, greedy, use_tqdm=False)]
     made["counts"] = counted(llm)
+    Path(out_file).write_text(json.dumps(made) + "\n", encoding="utf-8")
     if job["samples"]:
         drawn = [
             vllm.SamplingParams(temperature=1, top_k=2, max_tokens=3, ignore_eos=True, seed=seed)
@@ -64,7 +65,7 @@ def main(job_file: str, out_file: str) -> None:
             text = " ".join(map(str, out.outputs[0].token_ids))
             texts[text] = texts.get(text, 0) + 1
         made["texts"] = texts
-    Path(out_file).write_text(json.dumps(made) + "\n", encoding="utf-8")
+        Path(out_file).write_text(json.dumps(made) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
