@@ -339,7 +339,7 @@ def test_rows_of_the_head(tmp_path: Path, target: Path) -> None:
             (out / "config.json").write_text((out / "config.json").read_text().replace(str(target), "gone"))
             import_draft(out, tmp_path / "back")
         assert not (tmp_path / "back").exists()
-    for engine, said in (("sglang", "only vLLM and speculators"), ("vllm", "name it with --target")):
+    for engine, said in (("sglang", "only vLLM, speculators and llama.cpp"), ("vllm", "name it with --target")):
         with pytest.raises(FlashdraftError, match=said):
             export_draft(draft, engine, tmp_path / "out", None if engine == "vllm" else str(target), own_rows=True)
     with pytest.raises(FlashdraftError, match="from the whole vocabulary"):

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from .model_folder import one_line
 from .types import FlashdraftError
 
 CONFIG, WEIGHTS, TRAINING = "config.json", "model.safetensors", "training.json"
@@ -41,7 +42,7 @@ def reading(file: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, OSError) as error:
-        raise FlashdraftError(f"{file} cannot be read: {error}") from error
+        raise FlashdraftError(f"{file} cannot be read: {one_line(error)}.") from error
 
 
 def read_config(folder: str | Path) -> tuple[Path, dict[str, Any]]:
@@ -63,7 +64,7 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(text, object_pairs_hook=_without_doubles)
     except (ValueError, RecursionError) as error:
-        raise FlashdraftError(f"{file} is not JSON: {error}") from error
+        raise FlashdraftError(f"{file} is not JSON: {one_line(error)}.") from error
     if not isinstance(value, dict):
         raise FlashdraftError(f"{file} holds a {type(value).__name__}; expected a JSON object.")
     return value
@@ -190,7 +191,7 @@ def write_files(
         finally:
             shutil.rmtree(stage, ignore_errors=True)
     except OSError as error:
-        raise FlashdraftError(f"the draft cannot be saved in {path}: {error}") from error
+        raise FlashdraftError(f"the draft cannot be saved in {path}: {one_line(error)}.") from error
 
 
 def write_json(file: Path, value: Mapping[str, Any]) -> None:

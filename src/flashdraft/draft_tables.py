@@ -67,6 +67,8 @@ def read_vocab(folder: str | Path, config: DraftConfig) -> torch.Tensor | None:
 
 
 def _stored_ids(file: Path) -> torch.Tensor:
+    if not file.is_file():  # a pipe would be waited for
+        raise FlashdraftError(f"{file} is no file; expected the ids of a draft's vocabulary.")
     with reading(file), safe_open(file, framework="pt") as stored:
         names = list(stored.keys())
         ids: torch.Tensor | None = stored.get_tensor("ids") if names == ["ids"] else None

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,9 @@ from .types import FlashdraftError
 
 # No configuration of a model is larger; a broken or hostile file may be.
 _MAX_JSON_BYTES = 64 << 20
+# Neither is any other text file that is read with it: tokenizers are the largest.
+_MAX_TEXT_BYTES = 256 << 20
+_TEXT = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".jsonl")
 # Counts of things that are built one by one, before any weight is looked at.
 _MAX_COUNT = 1 << 17
 
@@ -60,6 +64,7 @@ def check_folder(path: Path) -> ModelFolder:
     """Raises FlashdraftError with one sentence if the folder cannot hold a model that we load."""
     if not (path / "config.json").is_file():
         raise FlashdraftError(f"{path} has no config.json; expected a model folder.")
+    _check_files(path)
     config = read_json(path / "config.json")
     files = weight_files(path)
     sizes: dict[str, int] = {}
@@ -72,6 +77,21 @@ def check_folder(path: Path) -> ModelFolder:
         )
     _check_counts(config, len(sizes), path / "config.json")
     return ModelFolder(path, config, sum(sizes.values()), frozenset(integers))
+
+
+def _check_files(path: Path) -> None:
+    """Refuse what other libraries would wait for or read without end: pipes, devices, texts of gigabytes."""
+    for file in sorted(path.iterdir()):
+        try:
+            found = file.stat()
+        except OSError:  # a broken link is nothing
+            continue
+        if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+            raise FlashdraftError(
+                f"{file} is neither a file nor a folder (a pipe or a device); a model folder has none."
+            )
+        if file.suffix in _TEXT and found.st_size > _MAX_TEXT_BYTES:
+            raise FlashdraftError(f"{file} has {found.st_size:,} bytes; expected a text file of a model.")
 
 
 def weight_files(path: Path) -> list[Path]:

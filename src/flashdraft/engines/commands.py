@@ -24,19 +24,25 @@ ForTarget = Annotated[
     ),
 ]  # fmt: skip
 OwnRows = Annotated[
-    bool, option("--own-rows", help="vLLM, speculators: write the head's rows of a reduced vocabulary, too.")
+    bool, option("--own-rows", help="Not SGLang, z-lab: write the head's rows of a reduced vocabulary, too.")
 ]
+Kind = Annotated[
+    str | None, option("--type", metavar="TYPE", help="llama.cpp: of the draft's weights: q8_0, q4_0, bf16...",
+                       show_default="f16"),
+]  # fmt: skip
 Foreign = Annotated[
     str, typer.Argument(metavar="FOLDER", help="A draft of z-lab, speculators or DeepSpec.", show_default=False)
 ]
 Place = Annotated[Path, option("--out", metavar="DIR", help="Folder to write to.", show_default=False)]
 
 
-def export(draft: Draft, to: To, out: Out = None, target: ForTarget = None, own_rows: OwnRows = False) -> None:
+def export(
+    draft: Draft, to: To, out: Out = None, target: ForTarget = None, own_rows: OwnRows = False, kind: Kind = None
+) -> None:
     """Write a draft as another engine loads it, check what was written, and say how to serve it."""
     from .transfer import export_draft
 
-    made = export_draft(draft, to, out, target, own_rows=own_rows)
+    made = export_draft(draft, to, out, target, own_rows=own_rows, kind=kind)
     for note in made.notes:
         typer.echo(f"note: {note}", err=True)
     typer.echo(f"wrote {made.folder}, and read it back: the same weights and configuration")

@@ -10,10 +10,8 @@ PORTS = {"vllm": 8000, "speculators": 8000, "sglang": 30000, "llama.cpp": 8080}
 
 
 def launch_line(engine: str, folder: Path, target: str, block_size: int) -> str:
-    """`block_size` counts the anchor; engines that count drafted tokens get one less.
-
-    llama.cpp: `folder` holds both models, draft.gguf and target.gguf.
-    """
+    """`block_size` counts the anchor; engines that count drafted tokens get one less. llama.cpp: `folder` and
+    `target` are GGUF files."""
     draft, model, drafted = shlex.quote(str(folder)), shlex.quote(target), block_size - 1
     if engine in ("vllm", "speculators"):
         spec = json.dumps({"method": "dflash", "model": str(folder), "num_speculative_tokens": drafted})
@@ -24,9 +22,9 @@ def launch_line(engine: str, folder: Path, target: str, block_size: int) -> str:
             f"--speculative-draft-model-path {draft} --speculative-num-draft-tokens {block_size} --port {PORTS[engine]}"
         )
     if engine == "llama.cpp":
-        files = (shlex.quote(str(folder / name)) for name in ("target.gguf", "draft.gguf"))
-        return "llama-server -m {} -md {} --spec-type draft-dflash --spec-draft-n-max {} --port {}".format(
-            *files, drafted, PORTS[engine]
+        return (
+            f"llama-server -m {model} -md {draft} --spec-type draft-dflash --spec-draft-n-max {drafted} "
+            f"--port {PORTS[engine]}"
         )
     return f"dflash generate transformers --model {model} --draft {draft} --block-size {block_size} 'Hello'"
 

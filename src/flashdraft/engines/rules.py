@@ -16,6 +16,7 @@ import torch
 from .. import checkpoint
 from ..draft_config import DraftConfig
 from ..types import FlashdraftError
+from . import llama_cpp
 from .target_facts import MASK_TOKEN, TargetFacts
 
 ENGINES = ("vllm", "sglang", "llama.cpp", "speculators", "zlab")
@@ -37,6 +38,7 @@ _SGLANG = {
     "gemma4", "gptoss", "deepseekv2", "deepseekv3", "deepseekv32", "glm4moelite", "glm5next", "kimik25", "kimik3",
     "laguna", "lfm2", "mimov2", "minimaxm3", "nanbeige", "nemotronh", "inkling", "internlm3",
 }  # fmt: skip
+_READ_ROWS = ("vllm", "speculators", "llama.cpp")
 _NOT_SGLANG = {"qwen2", "qwen2moe", "gemma2", "gemma3", "mixtral", "granite", "olmo2"}
 
 
@@ -64,7 +66,8 @@ def examine(case: Case) -> list[str]:
     """Sentences a user should know. Raises one FlashdraftError that lists all that must not be exported."""
     if case.target is not None:
         checkpoint.check_against(case.config, case.target.as_target())
-    problems = [problem for rule in _REFUSED for problem in rule(case)]
+    rules = _LLAMA_CPP if case.engine == "llama.cpp" else _REFUSED
+    problems = [problem for rule in rules for problem in rule(case)]
     if problems:
         raise FlashdraftError(f"the draft cannot go to {case.engine}: {'; '.join(problems)}.")
     return [note for rule in _NOTED for note in rule(case)]
@@ -109,8 +112,6 @@ def _windows(case: Case) -> Iterator[str]:
     config = case.config
     full = {c for c, w in zip(config.causal, config.windows, strict=True) if w is None}
     sliding = {c for c, w in zip(config.causal, config.windows, strict=True) if w is not None}
-    if case.engine == "llama.cpp" and case.mixed and len(full | sliding) > 1:
-        yield "sliding layers that are causal beside full ones that are not cannot be said in its format"
     if case.engine == "speculators" and True in full:
         yield "its full layers are causal, and there they never are"
     if case.engine == "speculators" and len(sliding) > 1:
@@ -118,8 +119,8 @@ def _windows(case: Case) -> Iterator[str]:
 
 
 def _vocabulary(case: Case) -> Iterator[str]:
-    if case.own_rows and case.engine not in ("vllm", "speculators"):
-        yield "only vLLM and speculators read rows of the head for a part of the vocabulary"
+    if case.own_rows and case.engine not in _READ_ROWS:
+        yield "only vLLM, speculators and llama.cpp read rows of the head for a part of the vocabulary"
     if case.own_rows and case.target is None:
         yield "the head's rows are the target's, so name it with --target"
     if case.own_rows and case.vocab_size is None:
@@ -156,7 +157,7 @@ def _served(case: Case) -> Iterator[str]:
 
 def _whole_vocabulary(case: Case) -> Iterator[str]:
     if case.vocab_size is not None and not case.own_rows:
-        more = "; --own-rows writes them" if case.engine in ("vllm", "speculators") else ""
+        more = "; --own-rows writes them" if case.engine in _READ_ROWS else ""
         yield (
             f"the draft was trained on {case.vocab_size:,} of {case.config.vocab_size:,} tokens, which {case.engine} does "
             f"not know of: it drafts from the target's whole head, with the same rows, and accepts slightly less{more}."
@@ -177,7 +178,7 @@ def _sliding(case: Case) -> Iterator[str]:
 
 def _rope(case: Case) -> Iterator[str]:
     told = sorted({"attention_factor", "mscale", "mscale_all_dim"} & set(case.config.rope))
-    if told and case.engine != "zlab":
+    if told and case.engine not in ("zlab", "llama.cpp"):
         yield f"of the rotary embedding, {', '.join(told)} {'is' if len(told) == 1 else 'are'} not followed by all versions."
 
 
@@ -191,6 +192,11 @@ def _unknown(case: Case) -> Iterator[str]:
         yield "no target was looked at, so nothing is known of how the draft fits; name it with --target."
 
 
+def _gguf(case: Case) -> Iterator[str]:
+    yield from llama_cpp.refusals(case.config)
+
+
 Rule = Callable[[Case], Iterator[str]]
 _REFUSED: tuple[Rule, ...] = (_network, _layers, _scales, _windows, _vocabulary, _mask_token, _unserved)
+_LLAMA_CPP: tuple[Rule, ...] = (_gguf, _layers, _vocabulary)
 _NOTED: tuple[Rule, ...] = (_unknown, _served, _whole_vocabulary, _sliding, _rope, _anchor)

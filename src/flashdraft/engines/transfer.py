@@ -14,7 +14,7 @@ import torch
 
 from .. import checkpoint
 from ..draft_config import DraftConfig
-from ..draft_folder import CONFIG, VOCAB_JSON, on_cpu, read_json, write_files
+from ..draft_folder import CONFIG, TRAINING, VOCAB_JSON, on_cpu, read_json, write_files, write_json
 from ..draft_tables import HEAD, MEMBERS, OFFSETS, check_copies, mapped_ids, read_tables
 from ..drafters import drafter_name
 from ..foreign_config import translate
@@ -112,22 +112,29 @@ def export_draft(
     target: str | None = None,
     *,
     own_rows: bool = False,
+    kind: str | None = None,
 ) -> Exported:
     """Write what an engine loads, and read it back. Raises FlashdraftError for what the engine would refuse,
     or load and quietly draft badly with.
 
     Args:
-        engine: one of ENGINES but llama.cpp, whose files are another kind (llama_cpp.py).
+        engine: one of ENGINES. llama.cpp gets draft.gguf and target.gguf (llama_cpp.py), the others a folder
+            with safetensors.
         out: a new folder, or an older export; None: named after the draft and the engine, here.
         target: None takes the one that the draft's files name, if it is on this machine.
-        own_rows: vLLM and speculators: write the head's rows of a reduced vocabulary.
+        own_rows: vLLM, speculators and llama.cpp: write the head's rows of a reduced vocabulary.
+        kind: llama.cpp: the type of the draft's weights, f16 if it is None.
     """
     if engine not in ENGINES:
         raise FlashdraftError(f"no engine is called {engine!r} here; expected one of {', '.join(ENGINES)}.")
+    if kind is not None and engine != "llama.cpp":
+        raise FlashdraftError(f"--type is for llama.cpp; for {engine} the weights stay as they are.")
     source = read_source(draft, target)
     folder = out_folder(source.folder, engine, out)
     count = None if source.vocab_ids is None else len(source.vocab_ids)
     notes = examine(Case(engine, source.config, source.dtype, count, own_rows, source.target))
+    if engine == "llama.cpp":
+        return _export_gguf(source, folder, notes, own_rows, kind)
     config = portable(source.config, source.target)
     if config.max_context > source.config.max_context:
         notes.append(f"max_position_embeddings is {config.max_context:,}, as the target's (it was less).")
@@ -148,6 +155,25 @@ def export_draft(
         launch_line(engine, folder.resolve(), name, config.block_size),
         request_line(engine, name),
     )
+
+
+def _export_gguf(source: Source, folder: Path, notes: list[str], own_rows: bool, kind: str | None) -> Exported:
+    """Draft and target as GGUF files; a GGUF file that the user named stays where it is."""
+    from . import llama_cpp
+
+    if source.target is None:
+        raise FlashdraftError("llama.cpp's draft file holds its target's tokenizer; name the target with --target.")
+    name = source.target.name
+    llama_cpp.export_draft(source.folder, name, folder / "draft.gguf", kind or "f16", own_rows=own_rows)
+    model = Path(name).expanduser()
+    if not model.is_file():
+        model = llama_cpp.export_target(name, folder / "target.gguf")
+    for file, data in _card(source.folder).items():
+        (folder / file).write_bytes(data)
+    if source.training is not None:
+        write_json(folder / TRAINING, source.training)
+    line = launch_line("llama.cpp", folder.resolve() / "draft.gguf", str(model.resolve()), source.config.block_size)
+    return Exported(folder, notes, line, request_line("llama.cpp", model.name))
 
 
 def out_folder(draft: Path, engine: str, out: str | Path | None) -> Path:
