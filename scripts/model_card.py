@@ -19,9 +19,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-import measure_draft
-
 from flashdraft.training.progress import read_metrics
 
 KEYS = (
@@ -61,7 +58,43 @@ def stage(run: Path) -> dict[str, Any]:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    return "\n".join(measure_draft.table(head, rows))
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (head, ["---"] * len(head), *rows))
+
+
+def acceptance_table(lines: Sequence[dict[str, Any]]) -> str:
+    return table(
+        ("domain", "T", "prompts", "rounds", "tau", "95 %", "survival of slots 1, 2, ... in %", "equal to plain"),
+        [
+            (
+                a["domain"], f"{a['temperature']:g}", a["prompts"], a["rounds"], f"{a['tau']:.2f}",
+                _range(a["tau_interval"]), " ".join(f"{100 * s:.0f}" for s in a["survival"]),
+                _share(a.get("equal_to_plain")),
+            )
+            for a in lines
+        ],
+    )  # fmt: skip
+
+
+def time_table(lines: Sequence[dict[str, Any]]) -> str:
+    return table(
+        ("domain", "prompts", "tok/s plain", "tok/s with the draft", "ratio", "95 %", "equal to plain"),
+        [
+            (
+                t["domain"], t["prompts"], f"{t['plain_tokens_per_second']:.1f}",
+                f"{t['draft_tokens_per_second']:.1f}", f"{t['ratio']:.2f}", _range(t["ratio_interval"]),
+                _share(t["equal_to_plain"]),
+            )
+            for t in lines
+        ],
+    )  # fmt: skip
+
+
+def _range(pair: Sequence[float] | None) -> str:
+    return "-" if pair is None else f"{pair[0]:.2f} to {pair[1]:.2f}"
+
+
+def _share(pair: Sequence[int] | None) -> str:
+    return "-" if pair is None else f"{pair[0]} of {pair[1]}"
 
 
 def card(folder: Path) -> str:
@@ -89,13 +122,13 @@ def card(folder: Path) -> str:
         + (", T=1 with coupled sampling" if any(line["temperature"] for line in measured["acceptance"]) else ", greedy")
         + "; 95 % bootstrap intervals over prompts; survival of slot k: share of rounds that kept slots 1 to k. "
         "`python scripts/measure_draft.py smollm2 DATA --out FILE`:\n",
-        measure_draft.markdown({"acceptance": measured["acceptance"], "time": []}),
+        acceptance_table(measured["acceptance"]),
     ]
     if measured.get("time"):
         parts += [
             f"\nWall clock against plain decoding by the same program, {timed['threads']} CPU threads, one request at a time, "
             f"at most {timed['max_new_tokens']} new tokens, prefill apart, median of {timed['repeat']} runs in turns (`--time`):\n",
-            measure_draft.markdown({"acceptance": [], "time": measured["time"]}).lstrip("\n"),
+            time_table(measured["time"]),
         ]
     parts += [
         "\n## How it was made\n",

@@ -17,7 +17,7 @@ import rivals
 from cli_bed import save_target
 from flashdraft import cli, drafters
 from flashdraft.engine import Engine
-from flashdraft.evaluation import machine, tables
+from flashdraft.evaluation import machine, report, tables
 from flashdraft.evaluation.bench import BenchConfig, run_bench
 from flashdraft.evaluation.records import PLAIN, Cell, Record, read_records
 from flashdraft.evaluation.summary import slots, summarise
@@ -108,7 +108,9 @@ def test_every_cell_has_a_record_for_every_request(measured: Path) -> None:
     assert recorded.header["environment"]["dtype"] == "float32"
     for record in recorded.records:
         assert 1 + sum(committed for _, _, committed in record.rounds) == record.num_tokens <= 10
+        assert record.draft_seconds is not None and record.verify_seconds is not None
         assert record.decode_seconds >= record.draft_seconds + record.verify_seconds > 0
+        assert record.draft_bytes_per_context_token == 0 and record.first_token_seconds is None
         text = "".join(piece for piece, _ in record.pieces)
         assert (record.repeat == 0 and record.group == 0 and bool(text)) or not record.pieces or record.cell.rows == 2
 
@@ -293,6 +295,26 @@ def test_a_table_has_every_domain_and_says_what_is_wrong() -> None:
     assert "Slower than plain decoding: x on chat." in text and "Other programs were running" in text
     calm = tables.markdown(tables.Recorded(header, tuple(replace(r, load=0.0) for r in records)))
     assert "Other programs" not in calm
+
+
+def test_bytes_of_a_context_token_are_shown() -> None:
+    """Of drafters; a column that nobody has a figure for is not there."""
+    records = [
+        record(PLAIN, 0, 1.0, draft_bytes_per_context_token=0),
+        record("x", 0, 0.5, draft_bytes_per_context_token=640),
+    ]
+    header = {
+        "environment": {"dtype": "float32", "threads": 1, "device": "a CPU", "torch": "2", "flashdraft": "0"},
+        "settings": {"target": "t", "repeats": 1},
+    }
+    text = tables.markdown(tables.Recorded(header, tuple(records)))
+    lines = [
+        [cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines() if line.startswith("|")
+    ]
+    assert [line[-1] for line in lines if line[0] != "---"] == ["draft bytes a token", "", "640"]
+    assert "| 640 |" in report.markdown_page([("r", tables.Recorded(header, tuple(records)))], "t")
+    older = [replace(r, draft_bytes_per_context_token=None) for r in records]  # files of before there was the figure
+    assert "draft bytes" not in tables.markdown(tables.Recorded(header, tuple(older)))
 
 
 def test_work_of_others_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

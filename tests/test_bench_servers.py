@@ -21,8 +21,9 @@ from flashdraft.evaluation import counters, report, streams, tables
 from flashdraft.evaluation.bench import BenchConfig, run_bench
 from flashdraft.evaluation.counters import Metrics, counts_between, of_answer, used_by_others
 from flashdraft.evaluation.records import PLAIN, Cell, Record, RecordFile, read_records
-from flashdraft.evaluation.servers import covered
+from flashdraft.evaluation.servers import Server, ServerSpec, covered
 from flashdraft.evaluation.summary import Summary, summarise
+from flashdraft.evaluation.tasks import Group, TaskPrompt
 from flashdraft.settings import make_settings
 from flashdraft.types import FlashdraftError
 
@@ -553,6 +554,20 @@ def test_times_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     assert answer.finish_reason == "stop" and answer.said["usage"] == {"completion_tokens": 3}
     with pytest.raises(streams.Broken, match="longer than the time"):
         list(streams.events(lambda limit: b"data: {}\n", 14.0))
+
+
+def test_a_group_is_timed_from_its_first_texts() -> None:
+    """Not from when it was asked, and not twice where requests overlap."""
+    server = Server("s", "http://localhost:1", None, ServerSpec("http://localhost:1"))
+    prompts = tuple(TaskPrompt("a", str(i), ()) for i in range(3))
+    answers = [(streams.Answer("t", "stop", 0.0, first, end, 5, {}), 5) for first, end in ((3.0, 5.0), (4.0, 8.0))]
+    records = server._records(Cell("s", 0, 0.0, 3, "s"), 1, Group("a", 2, prompts), [*answers, "it failed"])
+    assert [r.decode_seconds for r in records] == [5.0, 5.0, 0.0]
+    assert [r.first_token_seconds for r in records] == [3.0, 4.0, None]
+    assert [(r.group, r.group_size, r.repeat, r.failure) for r in records][1:] == [
+        (2, 3, 1, ""),
+        (2, 3, 1, "it failed"),
+    ]
 
 
 def test_speed_by_hand(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""scripts/measure_draft.py on a tiny target: its figures are the engine's, and a kill costs one prompt."""
+"""scripts/measure_draft.py on a tiny target: its figures are the engine's, and a kill costs one group."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import sys
@@ -13,8 +14,11 @@ import pytest
 
 from flashdraft.drafters import make_drafter
 from flashdraft.engine import Engine
+from flashdraft.evaluation import bench, tables
+from flashdraft.evaluation.records import RecordFile, read_records
+from flashdraft.evaluation.tasks import read_tasks
 from flashdraft.target import Target
-from flashdraft.training.validation import load_prompts, score_rounds
+from flashdraft.training.validation import score_rounds
 from flashdraft.types import Request, SamplingParams
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "measure_draft.py"
@@ -47,7 +51,7 @@ def measure(
 
     def run(*more: Any, out: str = "out.json") -> tuple[int, Any]:
         argv = [draft, data, "--out", tmp_path / out, "--target", "tiny", "--dtype", "float32", "--tokens", 10,
-                "--rows", 3, "--domains", "maths=4,talk=2", *more]  # fmt: skip
+                "--rows", 3, "--domains", "talk=2,maths=4", *more]  # fmt: skip
         code = script.main([str(arg) for arg in argv])
         file = tmp_path / out
         return code, json.loads(file.read_text()) if file.is_file() else None
@@ -61,62 +65,85 @@ def test_figures_are_the_engines(
     code, report = measure("--check-plain")
     assert code == 0
     assert [(a["domain"], a["temperature"]) for a in report["acceptance"]] == [
-        ("maths", 0.0), ("talk", 0.0), ("maths", 1.0), ("talk", 1.0),
+        ("talk", 0.0), ("maths", 0.0), ("talk", 1.0), ("maths", 1.0),
     ]  # fmt: skip
     drafter = make_drafter(target, draft=draft)
     for line in report["acceptance"]:
         count = {"maths": 4, "talk": 2}[line["domain"]]
-        prompts = load_prompts([str(data / f"{line['domain']}.jsonl")], target, count)[line["domain"]]
-        asked = [SamplingParams(max_tokens=10, temperature=line["temperature"], seed=i) for i in range(count)]
+        name = line["domain"]
+        prompts = read_tasks({name: f"{data / name}.jsonl:{count}"}, None, target)[name]
+        assert len(prompts) == count
+        asked = [
+            SamplingParams(max_tokens=10, temperature=line["temperature"], seed=bench._seed(0, p)) for p in prompts
+        ]
         results = Engine(target, drafter, max_context=200).run(
-            [Request(*pair) for pair in zip(prompts, asked, strict=True)]
+            [Request(prompt.token_ids, params) for prompt, params in zip(prompts, asked, strict=True)]
         )
         rounds = [r for result in results for r in result.stats.rounds]
         score = score_rounds(rounds, drafter.max_draft_tokens)
         assert (line["prompts"], line["rounds"]) == (count, score.rounds)
+        assert line["tokens"] == sum(len(result.token_ids) for result in results)
         assert line["tau"] == pytest.approx(score.tau, abs=1e-4)
         assert line["survival"] == pytest.approx(score.survival, abs=1e-4)
         assert [kept / able if able else 0 for kept, able in line["survival_counts"]] == pytest.approx(score.survival)
         assert line["tau_interval"][0] <= line["tau"] <= line["tau_interval"][1]
         assert line["equal_to_plain"] == [count, count]
+    settings = report["acceptance_settings"]
+    assert settings["draft_sha256"] == hashlib.sha256((draft / "model.safetensors").read_bytes()).hexdigest()
+    assert settings["block_size"] == drafter.max_draft_tokens + 1 and settings["domains"] == {"talk": 2, "maths": 4}
     said = capsys.readouterr().out
-    assert said.startswith("| domain | T | prompts | rounds | tau | 95 % |") and "| 4 of 4 |" in said
+    heads = next(line for line in said.splitlines() if line.strip())  # not cut to eighty columns
+    assert heads.split() == " ".join(h for h in tables.HEADS if h != "first token ms").split()
+    assert "\u2026" not in said
 
 
-def test_a_kill_repeats_no_finished_prompt(
-    measure: Any, script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_repeats_no_finished_group(measure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does acceptance need plain decoding."""
     _, whole = measure(out="whole.json")
-    file = tmp_path / "out.acceptance.rows.jsonl"
-    submitted: list[int] = []
-    add = script.Rows.add
+    file = tmp_path / "out.acceptance.jsonl"
+    add, groups = RecordFile.add, iter(range(100))
 
-    def dying(rows: Any, row: Any) -> None:
-        if len(rows.all) == 5:
+    def dying(self: RecordFile, records: Any) -> None:
+        if next(groups) == 4:
             raise KeyboardInterrupt
-        add(rows, row)
+        add(self, records)
 
-    monkeypatch.setattr(script.Rows, "add", dying)
+    monkeypatch.setattr(RecordFile, "add", dying)
     assert measure()[0] == 130
-    monkeypatch.setattr(script.Rows, "add", add)
+    monkeypatch.setattr(RecordFile, "add", add)
+    kept = len(read_records(file).records)
     with file.open("a") as lines:
-        lines.write('{"kind": "draft", "dom')  # and the last line was being written
-    submit = Engine.submit
-    monkeypatch.setattr(Engine, "submit", lambda *args: submitted.append(1) or submit(*args))
+        lines.write('{"cell": ["draft", ')  # and a line was being written
+    decoded: list[int] = []
+    run = Engine.run
+    monkeypatch.setattr(
+        Engine, "run", lambda self, requests: decoded.append(requests[0].params.max_tokens) or run(self, requests)
+    )
     code, report = measure()
-    assert code == 0 and len(submitted) == 2 * 6 - 5
-    assert report == whole
-    assert len(file.read_text().splitlines()) == 1 + 2 * 6
-    submitted.clear()
-    assert measure()[1] == whole and not submitted
+    # 3 groups at each temperature, of 3 and 1 and 2 prompts; the fifth was lost
+    assert code == 0 and decoded.count(10) == 2 and kept == 6 + 2
+    assert report == whole and len(read_records(file).records) == 2 * 6
+    assert {r.cell.arm for r in read_records(file).records} == {"draft"}
+    decoded.clear()
+    assert measure()[1] == whole and not decoded
 
 
-def test_other_settings_are_refused(measure: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_settings_are_refused(
+    measure: Any, draft: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert measure("--temperatures", 0)[0] == 0
     code, _ = measure("--temperatures", 0, "--tokens", 11)
-    assert (
-        code == 2 and "was measured otherwise (max_new_tokens: 10 -> 11); take another --out" in capsys.readouterr().err
-    )
+    assert code == 2 and "max_tokens: 10 -> 11" in capsys.readouterr().err
+    # the same folder with other weights
+    monkeypatch.setattr(bench, "_weights_digest", lambda arm: ("draft of draft", "another"))
+    code, _ = measure("--temperatures", 0)
+    assert code == 2 and "another content of: draft of draft" in capsys.readouterr().err
+    (tmp_path / "out.acceptance.jsonl").unlink()
+    report = json.loads((tmp_path / "out.json").read_text())
+    report["acceptance_settings"]["draft_sha256"] = "0"
+    (tmp_path / "out.json").write_text(json.dumps(report))
+    code, _ = measure("--temperatures", 0)
+    assert code == 2 and "has figures of another draft" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         measure("--domains", "maths")
     assert "is no list such as" in capsys.readouterr().err
@@ -133,24 +160,34 @@ def test_times_of_both_arms(
     code, report = measure("--time", "--anyway", "--repeat", 2)
     assert code == 0 and "the times mean little" in capsys.readouterr().err
     monkeypatch.setattr(script.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
-    compared: list[int] = []
-    monkeypatch.setattr(script, "compare", lambda *_: compared.append(1))
-    assert measure("--time", "--repeat", 2)[1] == report and not compared
+    monkeypatch.setattr(Engine, "run", lambda *_: pytest.fail("decoded again"))
+    assert measure("--time", "--repeat", 2)[1] == report
     assert len(report["acceptance"]) == len(report["time"]) == 2
+    assert report["time_settings"]["repeat"] == 2 and report["time_settings"]["threads"] >= 1
     for line in report["time"]:
         assert line["equal_to_plain"] == [line["prompts"]] * 2
-        assert line["load_average"] == [99.0, 99.0]
         low, high = line["ratio_interval"]
         assert 0 < low <= line["ratio"] <= high
         plain, drafted = line["plain_tokens_per_second"], line["draft_tokens_per_second"]
         assert line["ratio"] == pytest.approx(drafted / plain, rel=0.01)
 
 
-def test_intervals(script: ModuleType) -> None:
-    assert script.interval([(3, 2)]) is None
-    assert script.interval([(3, 2)] * 9) == [1.5, 1.5]
-    low, high = script.interval([(1, 1), (3, 1)] * 50)  # a mean of 100: 2 +- 1.96 * 0.1
-    assert low == pytest.approx(1.8, abs=0.03) and high == pytest.approx(2.2, abs=0.03)
+def test_one_prompt_has_no_interval(measure: Any) -> None:
+    _, report = measure("--temperatures", 0, "--domains", "maths=1")
+    assert report["acceptance"][0]["tau_interval"] is None and "equal_to_plain" not in report["acceptance"][0]
+
+
+def test_the_card_reads_what_is_written(measure: Any) -> None:
+    """scripts/model_card.py makes its tables of these lines."""
+    spec = importlib.util.spec_from_file_location("model_card", SCRIPT.parent / "model_card.py")
+    assert spec is not None and spec.loader is not None
+    card = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(card)
+    measure("--temperatures", 0, "--check-plain")
+    _, report = measure("--time", "--anyway", "--repeat", 1)
+    lines = card.acceptance_table(report["acceptance"]).splitlines()
+    assert len(lines) == 4 and lines[2].startswith("| talk | 0 | 2 | ") and lines[2].endswith("| 2 of 2 |")
+    assert card.time_table(report["time"]).splitlines()[3].startswith("| maths | 4 | ")
 
 
 def test_it_is_a_script(script: ModuleType) -> None:

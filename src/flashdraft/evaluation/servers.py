@@ -92,7 +92,6 @@ class Server:
         self._endpoint = _Endpoint(url, model, spec.timeout)
         self._root = self._endpoint.path.rsplit("/", 1)[0]
         self._tokenizer: Any = None
-        self._metrics: Metrics | None = None
 
     def begin(self) -> None:
         """Find the model, and the tokenizer. Raises FlashdraftError where the server is of no use."""
@@ -196,7 +195,6 @@ class Server:
     # -- asking --------------------------------------------------------------------------------
 
     def _ask(self, prompt: TaskPrompt, temperature: float, max_tokens: int, seed: int) -> Answer:
-        asked = time.perf_counter()
         drawn = {"seed": seed} if temperature else {}
         if self._spec.api == "generate":
             params = {"temperature": temperature, "max_new_tokens": max_tokens}
@@ -208,6 +206,7 @@ class Server:
                 "max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True}, **drawn,
             }  # fmt: skip
         reader, answered = (GenerateReader() if self._spec.api == "generate" else ChatReader()), False
+        asked = time.perf_counter()
         try:
             with self._endpoint.exchange("POST", path, body) as response:
                 answered = True

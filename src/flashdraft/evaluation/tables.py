@@ -22,6 +22,7 @@ HEADS = (
     "domain", "arm", "block", "T", "rows", "prompts", "acceptance length", "tok/s", "ratio to plain", "texts equal",
     "draft ms", "verify ms", "rest ms", "first token ms", "draft bytes a token",
 )  # fmt: skip
+_WIDEST = 1000
 
 
 def cells(summary: Summary) -> tuple[str, ...]:
@@ -71,6 +72,8 @@ def show_summaries(screen: Console, recorded: Recorded) -> None:
     for summary, row in zip(summaries, rows, strict=True):
         style = "dim" if summary.cell.arm == PLAIN else None
         table.add_row(*(Text(row[i]) for i in kept), style=style)
+    if not screen.is_terminal:  # a file or a pipe has no width that figures would have to be cut to
+        screen.width = _WIDEST
     screen.print(table)
     for sentence in remarks(recorded, summaries):
         screen.print(Text(sentence), soft_wrap=True)
