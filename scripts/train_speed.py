@@ -1,8 +1,9 @@
 """How fast a configuration trains, and what it does with the time.
 
-    python scripts/train_speed.py CONFIG.yaml [--set KEY=VALUE] [--steps 10] [--ops 12]
+    python scripts/train_speed.py CONFIG.yaml [--set KEY=VALUE] [--steps N] [--ops 12]
 
-Runs steps of `flashdraft train` without saving anything and prints: sequences, anchors and labels a second; the
+Features are computed when a shuffled group of sequences (`mix`) begins, so no single step is typical: without --steps
+as many are measured as a group has. Runs steps of `flashdraft train` without saving anything and prints: sequences, anchors and labels a second; the
 arithmetic of a step (counted by torch, backward included) as a share of what one large product of matrices
 reaches on the same device, in the same type, with the same threads; the time of every part; and of the
 first operations of torch's profiler. With one thread the time is the CPU's own, so that other work on the machine
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import sys
 import tempfile
 import time
@@ -92,24 +94,21 @@ def peak(device: torch.device, dtype: torch.dtype, clock: Clock) -> float:
 
 def measure(trainer: Trainer, steps: int, ops: int) -> list[str]:
     clock = Clock(trainer.target.device)
-    for _ in range(2):  # kernels are compiled, memory is taken
-        trainer.train_step()
-    with FlopCounterMode(display=False) as counter:
-        trainer.train_step()
-    flops = counter.get_total_flops()
+    with FlopCounterMode(display=False) as counter:  # and kernels are compiled, memory is taken
+        for _ in range(steps):
+            trainer.train_step()
+    flops = counter.get_total_flops() / steps
     top = peak(trainer.target.device, trainer.target.dtype, clock)
-    first, blocks, labels = trainer.step, 0.0, 0.0
+    blocks = labels = 0.0
     with watched(trainer, clock), clock.part("all"):
         for _ in range(steps):
             report = trainer.train_step()
             blocks, labels = blocks + report.num_blocks, labels + float(report.labels_L.sum())
-    pieces = [piece for step in range(first, trainer.step) for batch in trainer.plan.batches(step) for piece in batch]
     total = clock.seconds.pop("all")
     epoch_share = blocks / trainer.plan.num_anchors
     lines = [
         f"{blocks / total:.0f} anchors/s, {labels / total:.0f} labels/s, "
-        f"{epoch_share * len(trainer.sequences) / total:.2f} sequences/s ({len(pieces)} pieces), "
-        f"{total / steps:.2f} s a step",
+        f"{epoch_share * len(trainer.sequences) / total:.2f} sequences/s, {total / steps:.2f} s a step ({steps} steps)",
         f"{flops / 1e9:.3g} GFLOP a step: {flops * steps / total / 1e9:.0f} GFLOP/s, "
         f"{100 * flops * steps / total / top:.0f} % of the {top / 1e9:.0f} that one product of matrices reaches",
         "", "| part | ms a step | share |", "| --- | --- | --- |",
@@ -138,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, help="default: as many as a group of `mix` sequences has")
     parser.add_argument("--ops", type=int, default=12, help="operations to name")
     args = parser.parse_args(argv)
     try:
@@ -147,7 +146,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if config.threads is not None:
                 torch.set_num_threads(config.threads)
             training_run._keep_freed_memory()
-            lines = measure(training_run.build_trainer(config), args.steps, args.ops)
+            trainer = training_run.build_trainer(config)
+            group = math.ceil(trainer.plan.steps_per_epoch * min(1.0, config.mix / len(trainer.sequences)))
+            lines = measure(trainer, args.steps or group, args.ops)
     except FlashdraftError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
