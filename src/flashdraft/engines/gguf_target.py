@@ -160,7 +160,7 @@ def _of_file(path: Path) -> TargetFile:
     if len(tokens) != vocab:
         raise FlashdraftError(f"{path} has {len(tokens):,} tokens and {vocab:,} rows for them; get the file again.")
     special = {name: fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "padding")}
-    ids = {name: int(field.value) for name, field in special.items() if field is not None}
+    ids = {name: field.value for name, field in special.items() if field is not None and type(field.value) is int}
 
     def rows(chosen: torch.Tensor) -> Piece:
         def load() -> Any:
