@@ -22,6 +22,7 @@ LOSSLESS = "test_lossless.py"
 # The part of the losslessness test that sees most faults: accepted and refused drafts, ragged rows.
 FAST = "dflash-greedy-llama-float64"
 TREES = "test_trees.py"
+METHODS = "test_training_methods.py"
 
 
 @dataclass(frozen=True)
@@ -323,6 +324,72 @@ BUGS = [
         "own_context",
     ),
     Bug(
+        "Medusa is trained one token late",
+        "training/methods/medusa.py",
+        "view(-1, blocks.blocks_per_piece) - 1  # it",
+        "view(-1, blocks.blocks_per_piece)  # it",
+        METHODS,
+        "plain_loop and medusa",
+    ),
+    Bug(
+        "EAGLE-3 is trained on pairs of token and feature of one place",
+        "training/methods/eagle3.py",
+        "method.tokens(i, end + 1)[1:]",
+        "method.tokens(i, end)",
+        METHODS,
+        "plain_loop and eagle3",
+    ),
+    Bug(
+        "EAGLE-3: no training-time test, every step has the target's feature",
+        "training/methods/eagle3.py",
+        "            hidden = self.network(self.target.embed(tokens[:, slot, None]), hidden, positions, unroll.attend)\n"
+        "            states.append(hidden)\n",
+        "            states.append(self.network(self.target.embed(tokens[:, slot, None]), hidden, positions, unroll.attend))\n",
+        METHODS,
+        "plain_loop and eagle3",
+    ),
+    Bug(
+        "a draft model is trained with the label in its context",
+        "training/methods/draft_model.py",
+        "torch.cat([read[i][at] for",
+        "torch.cat([read[i][(at + 1).clamp(max=len(read[i]) - 1)] for",
+        METHODS,
+        "plain_loop and draft_model",
+    ),
+    Bug(
+        "filled slots keep their labels",
+        "training/methods/dflash.py",
+        "labels_AL=torch.where(given, -1, labels)",
+        "labels_AL=labels",
+        METHODS,
+        "filled_slots",
+    ),
+    Bug(
+        "no features: the target's states leak in",
+        "training/methods/dflash.py",
+        "        if fused is not None:\n            embeds = embeds + fused[:end]\n",
+        "        ids, cache = self.tokens(sequence, end)[None], self.target.new_cache(1, end)\n"
+        "        embeds = embeds + self.target.forward(ids, cache, [0], layer_ids=(1,)).features_BTF.clone()\n",
+        METHODS,
+        "plain_loop and features",
+    ),
+    Bug(
+        "Medusa: a node of the static tree under its grandparent",
+        "drafters/medusa.py",
+        "index.get(path[:-1], -1)",
+        "index.get(path[:-2] or path[:-1], -1)",
+        "test_rivals.py",
+        "medusa_tree",
+    ),
+    Bug(
+        "of a tree the first nodes are kept, not the path",
+        "session.py",
+        "slots = (0, *(node + 1 for node in verdict.path))",
+        "slots = tuple(range(len(verdict.path) + 1))",
+        TREES,
+        "path_is_kept and llama",
+    ),
+    Bug(
         "the length limit counts the block",
         "engine.py",
         "if self._room(answer) <= 1:",
@@ -334,7 +401,8 @@ BUGS = [
 
 
 def plant(bug: Bug, folder: Path) -> None:
-    shutil.copytree(SOURCE, folder / "flashdraft", ignore=shutil.ignore_patterns("__pycache__"))
+    # compiled modules too: what is not changed need not be compiled again
+    shutil.copytree(SOURCE, folder / "flashdraft")
     file = folder / "flashdraft" / bug.file
     text = file.read_text()
     assert text.count(bug.old) == 1, f"{bug.name}: the code to break is there {text.count(bug.old)} times"
