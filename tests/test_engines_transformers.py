@@ -138,6 +138,20 @@ def test_dtype_and_device_are_the_models(tmp_path: Path) -> None:
     assert drafted.shape == plain.shape
 
 
+def test_an_end_in_the_middle_of_a_block_ends_the_text(tmp_path: Path) -> None:
+    """D1: at every place of the answer."""
+    model = target_model("llama")
+    assistant = load(saved(tmp_path, network_of("llama", True)), model)
+    ids = torch.tensor([PROMPTS[0]])
+    plain = decode(tiny_target("llama", "float32"), None, [PROMPTS[0]], max_tokens=20, ignore_eos=True)[0].token_ids
+    for token in dict.fromkeys(plain):
+        out = model.generate(
+            ids, assistant_model=assistant, speculation_type="dflash", max_new_tokens=20, do_sample=False,
+            eos_token_id=token,
+        )  # fmt: skip
+        assert tuple(out[0, ids.shape[1] :].tolist()) == plain[: plain.index(token) + 1]
+
+
 def test_sampling_keeps_the_targets_law(tmp_path: Path) -> None:
     """Two likeliest tokens, three positions: eight texts, and how often each comes."""
     model = target_model("llama")
@@ -173,7 +187,7 @@ def texts_of_two(model: Any, prompt: list[int], length: int) -> dict[tuple[int, 
 
 
 def test_warns_of_fewer_accepted_tokens(tmp_path: Path) -> None:
-    """D9, D13: what transformers does not ask the draft about costs tokens, never the text."""
+    """T13, D13: what transformers does not ask the draft about costs tokens, never the text."""
     model, network = target_model("llama"), network_of("llama", True, softcap=4.0)
     training = {"target": "another", "target_sha256": "0" * 64}
     vocab = torch.arange(VOCAB // 2)
@@ -203,6 +217,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_at_load(name: str, tmp_path: Path) -> None:
+    """T7, T10, and networks that transformers would run as DFlash."""
     changes, sentence = REFUSED[name]
     folder = saved(tmp_path, random_network(tiny_target("llama", "float32"), **changes))
     with pytest.raises(FlashdraftError, match=sentence):
