@@ -1,16 +1,21 @@
 """GGUF files for llama.cpp: drafts and targets are written, read by other readers, and damaged ones refused.
 
-That llama.cpp itself runs them is scripts/engines_llama_cpp.py's business.
+That llama.cpp itself runs them is proved by scripts/engines_llama_cpp.py, whose counting is tested here, on a server
+that is made up.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
+import json
 import random
 import resource
 import signal
 import struct
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,6 +33,7 @@ from flashdraft.engines import gguf_file
 from flashdraft.engines.gguf_file import Field, Piece, check_gguf, open_gguf, read_fields, write_gguf
 from flashdraft.engines.gguf_target import read_target_file
 from flashdraft.engines.llama_cpp import KINDS, export_draft, export_target, refusals
+from flashdraft.evaluation.tasks import TaskPrompt
 from flashdraft.target import Target
 from flashdraft.types import FlashdraftError
 
@@ -346,8 +352,6 @@ def test_splitting_names() -> None:
     def named(*parts: Any, **model: Any) -> str:
         core = tokenizers.Tokenizer(tokenizers.models.BPE(**model))
         core.pre_tokenizer = pre.Sequence(list(parts)) if len(parts) > 1 else parts[0]
-        import json
-
         return _splitting(json.loads(core.to_str()), Path("folder"))
 
     def split(regex: str) -> Any:
@@ -494,3 +498,130 @@ def test_an_open_file_is_read_once_more(target_gguf: Path) -> None:
     fields = read_fields(open_gguf(target_gguf), target_gguf)
     assert fields["llama.block_count"] == Field(3, "uint32")
     assert fields["tokenizer.ggml.token_type"].kind == "int32" and "GGUF.version" not in fields
+
+
+# The script, on a server that is made up
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "scripts"))
+    yield importlib.import_module("engines_llama_cpp")
+    for name in [name for name in sys.modules if name.startswith("engines_")]:
+        sys.modules.pop(name, None)
+
+
+class MadeUpServer:
+    """Says 10 + i at place i of every answer; keeps two tokens of each draft; `odd` = (arm, prompt, place) says another."""
+
+    def __init__(
+        self, script: Any, monkeypatch: pytest.MonkeyPatch, gap: float = 0.01, fails_after: int = 10**9
+    ) -> None:
+        self.script, self.gap, self.left = script, gap, fails_after
+        self.odd: tuple[str, int, int] | None = None
+        self.checked, self.asked, self.commands = 0, [], []
+        self.arm = ""
+        monkeypatch.setattr(script, "serving", self.serving)
+        monkeypatch.setattr(script, "ask", self.ask)
+        monkeypatch.setattr(script, "rounds", lambda url: self.checked)
+        monkeypatch.setattr(script, "export", lambda folder, kind: None)
+        monkeypatch.setattr(script, "decode_here", self.decode_here)
+
+    @contextlib.contextmanager
+    def serving(self, command: list[str], url: str) -> Iterator[None]:
+        self.commands.append(command)
+        self.arm = command[command.index("--spec-draft-n-max") + 1] if "-md" in command else "plain"
+        yield
+
+    def ask(self, url: str, ids: Sequence[int], tokens: int, **more: Any) -> dict[str, Any]:
+        if "n_probs" in more:
+            top = [{"logprob": -1.0}, {"logprob": -1.0 - self.gap}]
+            return {"completion_probabilities": [{"top_logprobs": top}]}
+        if tokens == 8:
+            return {}
+        self.left -= 1
+        if self.left < 0:
+            raise ConnectionError
+        self.asked.append((self.arm, ids[0]))
+        said = [10 + i for i in range(tokens)]
+        if self.odd is not None and self.odd[:2] == (self.arm, ids[0]):
+            said[self.odd[2]] += 1
+        times = {"predicted_n": tokens, "predicted_ms": 1000.0 if self.arm == "plain" else 500.0}
+        if self.arm != "plain":
+            drafts = (tokens - 1) // 3
+            self.checked += drafts
+            times |= {"draft_n": 5 * drafts, "draft_n_accepted": 2 * drafts}
+        return {"tokens": said, "timings": times}
+
+    def decode_here(self, records: Any, settings: Any, target: Any, block_size: int, accepted: int = 19) -> None:
+        for drafted in range(1, block_size):
+            for prompt in settings.prompts:
+                records.add(
+                    f"flashdraft {drafted}", 0, self.script.key(prompt), tokens=[], rounds=10, accepted=accepted
+                )
+
+
+@pytest.fixture
+def settings(script: Any) -> Any:
+    prompts = tuple(TaskPrompt("t", f"p{i}", (), (i, 5)) for i in range(3))
+    return script.Settings(prompts, tokens=31, runs=2, kind="q8_0", threads=1)
+
+
+def test_the_script_counts(script: Any, settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = MadeUpServer(script, monkeypatch)
+    found = script.prove(tmp_path, Path("llama-server"), settings, None)
+    assert [row["arm"] for row in found["arms"]] == ["plain", *(f"draft {n}" for n in range(1, 8)), "whole 5"]
+    assert found["problems"] == [] and found["texts"] == "54 of 54"
+    plain, first = found["arms"][:2]
+    assert plain["tokens a second"] == 31.0 and first["tokens a second"] == 62.0 and first["ratio"] == 2.0
+    assert first["length"] == 3.0 and first["ours"] == pytest.approx(2.9)
+    line = " ".join(server.commands[1])
+    assert "draft-q8_0.gguf --spec-type draft-dflash --spec-draft-n-max 1" in line and "-md" not in server.commands[0]
+    text = script.markdown(found)
+    assert (
+        "| draft 5 | 6 of 6 | 3.00 | 2.90 | 62.0 | 2.00 |" in text
+        and "| plain | 6 of 6 | - | - | 31.0 | 1.00 |" in text
+    )
+    assert json.loads((tmp_path / "result.json").read_text()) == found
+
+
+def test_a_stopped_script_goes_on(script: Any, settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No answer is asked for twice, and half a line at the end is no answer."""
+    first = MadeUpServer(script, monkeypatch, fails_after=20)
+    with pytest.raises(ConnectionError):
+        script.prove(tmp_path, Path("llama-server"), settings, None)
+    with (tmp_path / "records.jsonl").open("a") as out:
+        out.write('{"arm": "draft 7", "run": 0, "prom')
+    second = MadeUpServer(script, monkeypatch)
+    found = script.prove(tmp_path, Path("llama-server"), settings, None)
+    assert len(first.asked) == 20 and len(second.asked) == 54 - 20 and found["texts"] == "54 of 54"
+    other = dataclasses.replace(settings, tokens=30)
+    with pytest.raises(SystemExit, match="other prompts or settings"):
+        script.prove(tmp_path, Path("llama-server"), other, None)
+
+
+@pytest.mark.parametrize(("gap", "wrong"), [(0.01, 0), (0.5, 2)])
+def test_texts_that_differ_are_ties_or_problems(
+    gap: float, wrong: int, script: Any, settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    MadeUpServer(script, monkeypatch, gap=gap).odd = ("3", 1, 7)
+    found = script.prove(tmp_path, Path("llama-server"), settings, None)
+    assert [(t["arm"], t["prompt"], t["token"]) for t in found["ties"]] == [("draft 3", "t p1", 7)] * 2
+    assert [t["gap"] for t in found["ties"]] == pytest.approx([gap] * 2)
+    assert len(found["problems"]) == wrong and found["texts"] == "52 of 54"
+    assert "t p1 parts at token 7" in script.markdown(found)
+
+
+def test_another_acceptance_is_a_problem(
+    script: Any, settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = MadeUpServer(script, monkeypatch)
+    monkeypatch.setattr(script, "decode_here", lambda *args: server.decode_here(*args, accepted=16))
+    found = script.prove(tmp_path, Path("llama-server"), settings, None)
+    assert len(found["problems"]) == 7 and "acceptance length 3.000, ours is 2.600" in found["problems"][0]
+
+
+def test_first_differences(script: Any) -> None:
+    assert script.first_difference([1, 2], [1, 2]) is None
+    assert script.first_difference([1, 2, 3], [1, 4, 3]) == 1
+    assert script.first_difference([1, 2], [1, 2, 3]) == script.first_difference([1, 2, 3], [1, 2]) == 2

@@ -267,7 +267,8 @@ class _Folder:
         heads = {"q_proj": self.network.num_heads, "k_proj": self.network.num_kv_heads}.get(name.split(".")[-2])
         if self.architecture != "llama" or heads is None:
             return weight
-        return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+        rows = weight.shape[0] // heads
+        return weight.reshape(heads, 2, rows // 2, -1).transpose(1, 2).reshape(weight.shape)
 
     def pieces(self) -> list[Piece]:
         plain = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
@@ -312,7 +313,7 @@ def _network(folder: ModelFolder, family: str) -> Network:
 
 def _stored(path: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
     """File and shape of every tensor of a folder."""
-    found = {}
+    found: dict[str, tuple[Path, tuple[int, ...]]] = {}
     for file in weight_files(path):
         with reading(file), safe_open(file, framework="pt") as part:
             found |= {name: (file, tuple(part.get_slice(name).get_shape())) for name in part.keys()}  # noqa: SIM118
