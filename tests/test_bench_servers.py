@@ -585,6 +585,7 @@ def test_speed_by_hand(tmp_path: Path) -> None:
         record("s", 1, 1, 0.0),
         record("s", 2, 21, 1.0),
         record("s", 3, 0, 0.0, failure="no"),
+        record("s", 3, 101, 1.0),  # its group's other request
     ]
     records += [record(PLAIN, g, 11, 4.0) for g in range(4)]
     plain, own = summarise(records)
