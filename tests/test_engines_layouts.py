@@ -425,6 +425,40 @@ def test_launch_lines_count_in_the_engines_way(tmp_path: Path, target: Path) -> 
             assert body["model"] == str(target.resolve()) and body["messages"]
 
 
+def test_llama_cpp_gets_both_models(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/test_engines_llama_cpp.py reads the files; here: who is asked for what, and what the line says."""
+    from flashdraft.engines import llama_cpp
+
+    asked: list[tuple[Any, ...]] = []
+
+    def note(*args: Any, **options: Any) -> Path:
+        asked.append((*args, options))
+        args[-1 if len(args) == 2 else 2].parent.mkdir(exist_ok=True)
+        return Path(args[-1 if len(args) == 2 else 2])
+
+    monkeypatch.setattr(llama_cpp, "export_draft", note)
+    monkeypatch.setattr(llama_cpp, "export_target", note)
+    draft, out = saved(tmp_path / "draft", torch.tensor([3, 4]), block_size=6), tmp_path / "out"
+    (draft / "README.md").write_text("a card")
+    made = export_draft(draft, "llama.cpp", out, str(target), own_rows=True, kind="q8_0")
+    assert asked == [
+        (draft, str(target), out / "draft.gguf", "q8_0", {"own_rows": True}),
+        (str(target), out / "target.gguf", {}),
+    ]
+    assert shlex.split(made.launch)[:8] == [
+        "llama-server", "-m", str(out / "target.gguf"), "-md", str(out / "draft.gguf"), "--spec-type", "draft-dflash",
+        "--spec-draft-n-max",
+    ]  # fmt: skip
+    assert shlex.split(made.launch)[8] == "5" and "127.0.0.1:8080" in str(made.request)
+    assert (out / "README.md").read_text() == "a card"
+    with pytest.raises(FlashdraftError, match="name the target with --target"):
+        export_draft(draft, "llama.cpp", out)
+    with pytest.raises(FlashdraftError, match="attention has biases"):
+        export_draft(saved(tmp_path / "b", attention_bias=True), "llama.cpp", out, str(target))
+    with pytest.raises(FlashdraftError, match="--type is for llama"):
+        export_draft(draft, "vllm", out, str(target), kind="q8_0")
+
+
 # --- folders that others wrote
 
 SPECULATORS: dict[str, Any] = {

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .drafters.ngram import NGramDrafter
     from .engine import Engine
     from .engines.assistant import DFlashAssistant
+    from .engines.transfer import export_draft, import_draft
     from .target import Target
     from .text import encode_chat, encode_text
     from .types import Delta, FlashdraftError, Request, Result, Round, SamplingParams, Stats, Token
@@ -46,6 +47,8 @@ __all__ = [
     "__version__",
     "encode_chat",
     "encode_text",
+    "export_draft",
+    "import_draft",
     "make_drafter",
 ]
 
@@ -55,6 +58,7 @@ _MODULES = {
     "drafters.ngram": ("NGramDrafter",),
     "engine": ("Engine",),
     "engines.assistant": ("DFlashAssistant",),
+    "engines.transfer": ("export_draft", "import_draft"),
     "target": ("Target",),
     "text": ("encode_chat", "encode_text"),
     "types": ("Delta", "FlashdraftError", "Request", "Result", "Round", "SamplingParams", "Stats", "Token"),

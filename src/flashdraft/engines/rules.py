@@ -160,7 +160,7 @@ def _whole_vocabulary(case: Case) -> Iterator[str]:
         more = "; --own-rows writes them" if case.engine in _READ_ROWS else ""
         yield (
             f"the draft was trained on {case.vocab_size:,} of {case.config.vocab_size:,} tokens, which {case.engine} does "
-            f"not know of: it drafts from the target's whole head, with the same rows, and accepts slightly less{more}."
+            f"not know of: it drafts from the target's whole head, which has the same rows and others beside them{more}."
         )
 
 
