@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from bed import PROMPTS, VOCAB, decode, draft_config, random_network, tiny_target
+from bed import CONFIGS, PROMPTS, VOCAB, decode, draft_config, make_model, random_network, tiny_target
 from cli_bed import Call, save_draft
 from flashdraft import checkpoint, cli
 from flashdraft.checkpoint import DraftConfig, parse_config, tensor_shapes
 from flashdraft.drafters import make_drafter
 from flashdraft.drafters.dflash import DFlashDrafter
 from flashdraft.drafters.layers import rope_frequencies
+from flashdraft.engines.assistant import DFlashAssistant
 from flashdraft.engines.layouts import portable
 from flashdraft.engines.target_facts import read_target
 from flashdraft.engines.transfer import export_draft, import_draft
@@ -299,6 +300,8 @@ def test_the_contract(tmp_path: Path, target: Path) -> None:
         assert raw["num_target_layers"] == LAYERS and raw["vocab_size"] == 40 and "draft_vocab_size" not in raw
         assert raw.get("n_predict") == (5 if engine == "vllm" else None)
         assert sorted(f.name for f in (tmp_path / engine).iterdir()) == ["config.json", "model.safetensors"]
+        # a server that runs as somebody else may read both
+        assert len({f.stat().st_mode for f in (tmp_path / engine).iterdir()}) == 1
 
 
 def test_the_speculators_layout(tmp_path: Path, target: Path) -> None:
@@ -627,6 +630,8 @@ def test_foreign_folders_draft_as_ours_do(tmp_path: Path) -> None:
     other = tiny_target("qwen2", "float32")
     with pytest.raises(FlashdraftError, match="a head of its own"):
         make_drafter(other, None, tmp_path / "vllm")
+    with pytest.raises(FlashdraftError, match="a head of its own"):
+        DFlashAssistant.load(tmp_path / "vllm", make_model(CONFIGS["qwen2"](), torch.float32))
     import_draft(deepspec(tmp_path / "deepspec"), tmp_path / "back", str(model))
     assert drafted(make_drafter(TARGET, None, tmp_path / "back")) == drafted(
         make_drafter(TARGET, None, tmp_path / "deepspec")

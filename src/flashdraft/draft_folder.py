@@ -185,6 +185,9 @@ def write_files(
                 write_json(stage / TRAINING, training)
             if vocab_ids is not None:
                 save_file({"ids": vocab_ids.to("cpu", torch.int64)}, stage / VOCAB)
+            for name in (WEIGHTS, VOCAB):  # which safetensors writes for the owner's eyes alone
+                if (stage / name).exists():
+                    shutil.copymode(stage / CONFIG, stage / name)
             for name, data in (extra or {}).items():
                 (stage / name).write_bytes(data)
             _move_in(stage, path, tuple(extra or ()))

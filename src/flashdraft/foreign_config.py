@@ -1,7 +1,7 @@
 """Drafts in other people's layouts: their config.json said in the keys of the z-lab layout.
 
 A table of recognisers. draft_config.py reads what they return as if it had been written so; what is
-said wrongly is reported there, under the z-lab name. Facts and where they are from: ../docs/drafts.md.
+said wrongly is reported there, under the z-lab name. ../docs/serving.md has the table.
 """
 
 from __future__ import annotations
