@@ -152,7 +152,6 @@ def test_what_a_draft_file_says(draft: Path, target_gguf: Path, tmp_path: Path) 
         "dflash.rope.freq_base": 10000.0,
         "dflash.block_size": 8,
         "dflash.target_layers": [1, 2],
-        "dflash.attention.causal": False,
     }
     theirs = {key: value for key, value in contents(target_gguf).items() if key.startswith("tokenizer.")}
     ours = {key: value for key, value in said.items() if key.startswith("tokenizer.")}

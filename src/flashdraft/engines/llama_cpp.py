@@ -113,8 +113,9 @@ def _draft_fields(config: DraftConfig) -> Fields:
     values = {
         "block_size": uint(config.block_size),
         "target_layers": Field([i + 1 for i in config.target_layer_ids], "int32"),
-        "attention.causal": flag(config.causal[0]),
     }
+    if config.causal[0]:  # no word is the other way, for this kind of draft
+        values["attention.causal"] = flag(True)
     window = next((size for size in config.windows if size is not None), None)
     if window is not None:
         values["attention.sliding_window"] = uint(window)
