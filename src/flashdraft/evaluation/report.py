@@ -96,8 +96,9 @@ def _run(number: int, name: str, recorded: Recorded, costs: CostTable | None, me
     if not summaries:
         raise FlashdraftError(f"{name} holds no records yet; let `flashdraft bench` finish a group first.")
     predicted = plans(recorded, costs)
+    usual = set(tables.conditions(recorded))
     said = "".join(
-        f"<p{' class=remark' if i else ''}>{shown(s)}</p>" for i, s in enumerate(tables.remarks(recorded, summaries))
+        f"<p{'' if s in usual else ' class=remark'}>{shown(s)}</p>" for s in tables.remarks(recorded, summaries)
     )
     heading = f"<h2>{shown(name)}</h2>" if headed else ""
     settings = figures.settings_of(summaries)

@@ -90,7 +90,7 @@ def markdown(recorded: Recorded) -> str:
 
 def remarks(recorded: Recorded, summaries: Sequence[Summary]) -> list[str]:
     """Sentences below a table: how it was measured, what was in the way, what lost."""
-    said = [*_measured(recorded)]
+    said = [*conditions(recorded)]
     busy = [s for s in summaries if s.busy > 0]
     if busy:
         worst = max(s.busy for s in busy)
@@ -101,7 +101,7 @@ def remarks(recorded: Recorded, summaries: Sequence[Summary]) -> list[str]:
     return [*said, *_incidents(recorded)]
 
 
-def _measured(recorded: Recorded) -> Iterator[str]:
+def conditions(recorded: Recorded) -> Iterator[str]:
     """How, and on what."""
     made, settings = recorded.header["environment"], recorded.header["settings"]
     how = f"Medians of {settings['repeats']}; prefills apart; [95 % interval over prompts]."
