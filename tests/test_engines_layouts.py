@@ -104,7 +104,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("engine", FOLDERS)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     config=configs(), seed=st.integers(0, 99), dtype=st.sampled_from([torch.bfloat16, torch.float32]),
     ids=st.none() | st.sets(st.integers(0, 39), min_size=1, max_size=30), own_rows=st.booleans(), named=st.booleans(),
