@@ -26,7 +26,7 @@ class RunLength:
             runs of one thread beside other work have equal budgets.
     """
 
-    clock: Callable[[], float] = staticmethod(time.monotonic)
+    clock: Callable[[], float] = staticmethod(lambda: time.monotonic())
 
     def __init__(self, config: TrainConfig, steps_per_epoch: int) -> None:
         self._config = config
