@@ -206,10 +206,10 @@ class DFlashDrafter:
     @classmethod
     def load(cls, folder: str | Path, target: Target, block_size: int | None = None, passes: int = 1) -> DFlashDrafter:
         """From a draft folder (checkpoint.py). Raises FlashdraftError if it does not fit the target."""
-        config = checkpoint.read(folder)[0]
+        network = DFlashNetwork.load(folder, target.dtype, target.device)
+        config = network.config
         checkpoint.check_against(config, target, str(folder))
         checkpoint.check_tables(folder, config, target)
-        network = DFlashNetwork.load(folder, target.dtype, target.device)
         return cls(network, target, block_size, checkpoint.read_vocab(folder, config), passes)
 
     @property
