@@ -214,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.is_file() else []
         base = load_config(args.config, args.set)
-        training_run._keep_freed_memory()
+        training_run.keep_freed_memory()
         if base.threads is not None:
             torch.set_num_threads(base.threads)
         target = Target.load(base.target, dtype=base.dtype)

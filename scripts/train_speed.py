@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             config = load_config(args.config, [*args.set, f"run={nowhere}", "validation=[]"])
             if config.threads is not None:
                 torch.set_num_threads(config.threads)
-            training_run._keep_freed_memory()
+            training_run.keep_freed_memory()
             trainer = training_run.build_trainer(config)
             group = math.ceil(trainer.plan.steps_per_epoch * min(1.0, config.mix / len(trainer.sequences)))
             lines = measure(trainer, args.steps or group, args.ops)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
@@ -128,3 +129,12 @@ class Screen(io.StringIO):
 
 def tokens(*pairs: tuple[str, Origin]) -> list[Token]:
     return [Token(i, text, origin) for i, (text, origin) in enumerate(pairs)]
+
+
+def load_script(name: str) -> Any:
+    """A file of scripts/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent.parent / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

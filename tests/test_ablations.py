@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -10,23 +9,17 @@ from typing import Any
 import pytest
 import yaml
 
-from cli_bed import save_target
+from cli_bed import load_script, save_target
 from flashdraft.drafters import make_drafter
 from flashdraft.engine import Engine
 from flashdraft.target import Target
 from flashdraft.training.validation import load_prompts
 from flashdraft.types import Request, SamplingParams
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "ablations.py"
-
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    spec = importlib.util.spec_from_file_location("ablations", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("ablations")
 
 
 def test_tau_is_that_of_decoding(script: Any, tmp_path: Path, capsys: Any) -> None:

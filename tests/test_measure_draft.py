@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from cli_bed import load_script
 from flashdraft.drafters import make_drafter
 from flashdraft.engine import Engine
 from flashdraft.evaluation import bench, tables
@@ -21,16 +21,10 @@ from flashdraft.target import Target
 from flashdraft.training.validation import score_rounds
 from flashdraft.types import Request, SamplingParams
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "measure_draft.py"
-
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("measure_draft", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("measure_draft")
 
 
 @pytest.fixture
@@ -179,10 +173,7 @@ def test_one_prompt_has_no_interval(measure: Any) -> None:
 
 def test_the_card_reads_what_is_written(measure: Any) -> None:
     """scripts/model_card.py makes its tables of these lines."""
-    spec = importlib.util.spec_from_file_location("model_card", SCRIPT.parent / "model_card.py")
-    assert spec is not None and spec.loader is not None
-    card = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(card)
+    card = load_script("model_card")
     measure("--temperatures", 0, "--check-plain")
     _, report = measure("--time", "--anyway", "--repeat", 1)
     lines = card.acceptance_table(report["acceptance"]).splitlines()

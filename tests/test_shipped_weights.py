@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ import transformers
 
 import peers
 from bed import decode
+from cli_bed import load_script
 from flashdraft.drafters import make_drafter
 from flashdraft.locate import DRAFTS, locate_target
 from flashdraft.target import Target
@@ -82,10 +81,7 @@ def test_the_reference_drafts_the_same(target: Target, tmp_path: Path) -> None:
 
 
 def test_the_card_is_what_the_records_say() -> None:
-    script: Any = importlib.util.spec_from_file_location("model_card", ROOT / "scripts" / "model_card.py")
-    module = importlib.util.module_from_spec(script)
-    script.loader.exec_module(module)
-    assert (FOLDER / "README.md").read_text() == module.card(FOLDER)
+    assert (FOLDER / "README.md").read_text() == load_script("model_card").card(FOLDER)
     measured = json.loads((FOLDER / "measured.json").read_text())
     digest = measured["acceptance_settings"]["draft_sha256"]
     assert digest == hashlib.sha256((FOLDER / "model.safetensors").read_bytes()).hexdigest()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -12,18 +11,12 @@ import pytest
 import torch
 import yaml
 
-from cli_bed import save_target
-
-SCRIPT = Path(__file__).parent.parent / "scripts" / "train_speed.py"
+from cli_bed import load_script, save_target
 
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    spec = importlib.util.spec_from_file_location("train_speed", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("train_speed")
 
 
 def test_shares_and_rates(script: Any, tmp_path: Path, capsys: Any) -> None:

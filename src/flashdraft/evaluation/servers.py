@@ -20,7 +20,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..text import encode_chat
-from ..training.endpoints import _Endpoint, _Failed, _one_line, _Refused, _Unusable
+from ..training.endpoints import Endpoint, Failed, Refused, Unusable, shortened
+from ..training.ways import load_tokenizer
 from ..types import FlashdraftError
 from .counters import Metrics, counts_between, number, of_answer, used_by_others
 from .records import PLAIN, Cell, Record
@@ -89,7 +90,7 @@ class Server:
 
     def __init__(self, name: str, url: str, model: str | None, spec: ServerSpec) -> None:
         self.name, self.url, self._spec = name, url, spec
-        self._endpoint = _Endpoint(url, model, spec.timeout)
+        self._endpoint = Endpoint(url, model, spec.timeout)
         self._root = self._endpoint.path.rsplit("/", 1)[0]
         self._tokenizer: Any = None
 
@@ -97,10 +98,10 @@ class Server:
         """Find the model, and the tokenizer. Raises FlashdraftError where the server is of no use."""
         try:
             self._endpoint.find_model()
-        except _Unusable as error:
+        except Unusable as error:
             raise self._error(str(error)) from None
         if self._spec.tokenizer is not None and self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self._spec.tokenizer)
+            self._tokenizer = load_tokenizer(self._spec.tokenizer)[0]
 
     def describe(self) -> dict[str, Any]:
         """What it says of itself."""
@@ -112,7 +113,7 @@ class Server:
         before = self._read_metrics()
         return {
             "url": self.url, "model": self._endpoint.model,
-            "version": _one_line(str(version)) if version is not None else None,
+            "version": shortened(str(version)) if version is not None else None,
             "metrics": before.source if before is not None else None,
         }  # fmt: skip
 
@@ -123,7 +124,7 @@ class Server:
         try:
             answer = self._ask(prompt, temperature, WARM_UP, 0)
             tokens = self._count(answer, WARM_UP)
-        except (Broken, _Refused, _Failed, _Unusable) as error:
+        except (Broken, Refused, Failed, Unusable) as error:
             raise self._error(str(error)) from None
         counts = of_answer(answer.said, tokens) or counts_between(before, self._settled(before), tokens)
         if is_plain and counts is not None and counts.drafted:
@@ -147,11 +148,11 @@ class Server:
         try:
             answer = self._ask(prompt, temperature, max_tokens, seed)
             return answer, self._count(answer, max_tokens)
-        except (Broken, _Refused) as error:
+        except (Broken, Refused) as error:
             return str(error)
-        except _Failed as error:
+        except Failed as error:
             return str(error) if error.reached else error
-        except _Unusable as error:
+        except Unusable as error:
             return error
 
     def _records(
@@ -212,7 +213,7 @@ class Server:
                 answered = True
                 for at, event in events(response.readline, asked + self._spec.timeout):
                     reader.take(at, event)
-        except _Failed as error:
+        except Failed as error:
             if answered:  # it was there, and went away in the middle
                 raise Broken(f"the stream was cut after {reader.num_pieces} pieces ({error})") from None
             raise
@@ -224,7 +225,7 @@ class Server:
         tokens = number(said.get("completion_tokens"))
         own = len(self._tokenizer(answer.text, add_special_tokens=False)["input_ids"]) if self._tokenizer else None
         if said.get("completion_tokens") is not None and tokens is None:
-            raise Broken(f"it counts {_one_line(repr(said['completion_tokens']))} tokens; expected a whole number")
+            raise Broken(f"it counts {shortened(repr(said['completion_tokens']))} tokens; expected a whole number")
         if tokens is None:
             tokens = answer.said.get("num_ids") or own
         if tokens is None:
@@ -246,14 +247,14 @@ class Server:
         try:
             with self._endpoint.exchange("GET", f"{self._root}/{path}", timeout=_PROBE) as response:
                 return json.loads(response.read(_LARGEST_REPLY))
-        except (_Failed, _Refused, _Unusable, ValueError, RecursionError):
+        except (Failed, Refused, Unusable, ValueError, RecursionError):
             return None
 
     def _read_metrics(self) -> Metrics | None:
         try:
             with self._endpoint.exchange("GET", f"{self._root}/metrics", timeout=_PROBE) as response:
                 return Metrics.read(response.read(_LARGEST_REPLY).decode(errors="replace"))
-        except (_Failed, _Refused, _Unusable):
+        except (Failed, Refused, Unusable):
             return None
 
     def _settled(self, before: Metrics | None) -> Metrics | None:
@@ -269,15 +270,6 @@ class Server:
 
     def _error(self, detail: str) -> FlashdraftError:
         return FlashdraftError(f"the server {self.name} ({self.url}) cannot be measured: {detail}.")
-
-
-def load_tokenizer(source: str) -> Any:
-    """A model's tokenizer without its weights."""
-    from ..loading import _tokenizer, quiet_transformers
-    from ..locate import locate_target
-
-    with quiet_transformers():
-        return _tokenizer(locate_target(source), source)
 
 
 def together(calls: Sequence[Callable[[], Outcome]]) -> list[Outcome]:

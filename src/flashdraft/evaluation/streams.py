@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..training.endpoints import _one_line
+from ..training.endpoints import shortened
 
 _LARGEST_LINE, _LARGEST_STREAM = 4 << 20, 64 << 20
 
@@ -49,10 +49,10 @@ def events(readline: Callable[[int], bytes], deadline: float) -> Iterator[tuple[
             event = json.loads(rest)
         except (ValueError, RecursionError):
             raise Broken(
-                f"a piece of the stream is no JSON: {_one_line(rest[:200].decode(errors='replace'))}"
+                f"a piece of the stream is no JSON: {shortened(rest[:200].decode(errors='replace'))}"
             ) from None
         if not isinstance(event, dict) or event.get("error") or kind.strip() == b"error":
-            raise Broken(f"the stream holds an error: {_one_line(json.dumps(event)[:300])}")
+            raise Broken(f"the stream holds an error: {shortened(json.dumps(event)[:300])}")
         yield at, event
 
 
@@ -89,7 +89,7 @@ class ChatReader:
             self.num_pieces += 1
             self._first, self._end = self._first if self._first is not None else at, at
         if reason is not None:
-            self._reason, self._end = _one_line(str(reason)), at
+            self._reason, self._end = shortened(str(reason)), at
 
     def answer(self, asked: float) -> Answer:
         if self._reason is None:
@@ -111,6 +111,6 @@ class GenerateReader(ChatReader):
         reason = meta.get("finish_reason")
         self._add(at, text[len(so_far) :] if text.startswith(so_far) else text, reason)
         if isinstance(reason, dict):
-            self._reason = _one_line(str(reason.get("type")))
+            self._reason = shortened(str(reason.get("type")))
         self._said["meta_info"] = meta
         self._said["usage"] = {key: meta[key] for key in ("prompt_tokens", "completion_tokens") if key in meta}

@@ -56,7 +56,7 @@ class Refusal:
     detail: str
 
 
-class _Failed(Exception):
+class Failed(Exception):
     """Worth another try. `wait`: seconds the server asked for. `reached`: it did answer something."""
 
     def __init__(self, detail: str, *, wait: float = 0.0, reached: bool = True) -> None:
@@ -64,11 +64,11 @@ class _Failed(Exception):
         self.wait, self.reached = wait, reached
 
 
-class _Refused(Exception):
+class Refused(Exception):
     """The request is at fault: another try gives the same."""
 
 
-class _Unusable(Exception):
+class Unusable(Exception):
     """The server is at fault, for every request."""
 
 
@@ -78,11 +78,11 @@ class _Job:
     body: Mapping[str, Any]
     failures: int = 0
     # the server that failed it last, and how many answers that one had given when it first did
-    failed_at: _Endpoint | None = None
+    failed_at: Endpoint | None = None
     answers_then: dict[str, int] = field(default_factory=dict)
 
 
-class _Endpoint:
+class Endpoint:
     """One server. `failing`: requests that failed since its last answer."""
 
     def __init__(self, url: str, model: str | None, timeout: float) -> None:
@@ -107,18 +107,18 @@ class _Endpoint:
         self.path = path if re.fullmatch(r"v\d+", path.rsplit("/", 1)[-1]) else f"{path}/v1"
 
     def find_model(self) -> None:
-        """Ask which model is served, unless a name was given; raises _Unusable."""
+        """Ask which model is served, unless a name was given; raises Unusable."""
         try:
             listed = self.ask("GET", "models", timeout=min(self._timeout, _LONGEST_PROBE))
-        except (_Failed, _Refused, _Unusable) as error:
+        except (Failed, Refused, Unusable) as error:
             if self.model is not None and getattr(error, "reached", True):
                 return  # it is there, and what it lists is not needed
-            raise _Unusable(str(error)) from error
+            raise Unusable(str(error)) from error
         if self.model is None:
             try:
                 self.model = str(listed["data"][0]["id"])
             except (KeyError, IndexError, TypeError):
-                raise _Unusable("it lists no model; name one with --model") from None
+                raise Unusable("it lists no model; name one with --model") from None
 
     def chat(self, body: Mapping[str, Any]) -> Reply:
         return _reply(self.ask("POST", "chat/completions", {"model": self.model, **body}), self.url)
@@ -128,7 +128,7 @@ class _Endpoint:
         self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None
     ) -> Iterator[http.client.HTTPResponse]:
         """A reply with status 200 that is still to be read; `path` is the whole one. What goes wrong until
-        it is read raises _Failed, _Refused or _Unusable."""
+        it is read raises Failed, Refused or Unusable."""
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if os.environ.get(KEY_VARIABLE):
             headers["Authorization"] = f"Bearer {os.environ[KEY_VARIABLE]}"
@@ -142,32 +142,32 @@ class _Endpoint:
                 raise _status_error(response.status, content, response.getheader("Retry-After"))
             yield response
         except TimeoutError:
-            raise _Failed(f"no answer within {timeout or self._timeout:g} s") from None
+            raise Failed(f"no answer within {timeout or self._timeout:g} s") from None
         except (OSError, http.client.HTTPException) as error:
-            raise _Failed(_one_line(str(error) or type(error).__name__), reached=False) from error
+            raise Failed(shortened(str(error) or type(error).__name__), reached=False) from error
         finally:
             connection.close()
 
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None) -> Any:
-        """The JSON a server answers with; raises _Failed, _Refused or _Unusable."""
+        """The JSON a server answers with; raises Failed, Refused or Unusable."""
         with self.exchange(method, f"{self.path}/{path}", body, timeout) as response:
             content = response.read(_LARGEST_REPLY)
         try:
             return json.loads(content)
         except (ValueError, RecursionError):
-            raise _Failed(f"the answer is no JSON: {_one_line(content[:200].decode(errors='replace'))}") from None
+            raise Failed(f"the answer is no JSON: {shortened(content[:200].decode(errors='replace'))}") from None
 
 
 def _status_error(status: int, content: bytes, retry_after: str | None) -> Exception:
-    detail = f"HTTP {status}: {_one_line(content[:2000].decode(errors='replace'))}"
+    detail = f"HTTP {status}: {shortened(content[:2000].decode(errors='replace'))}"
     if status in (400, 413, 422):
-        return _Refused(detail)
+        return Refused(detail)
     if status in (401, 403, 404, 405) or 300 <= status < 400:
-        return _Unusable(detail)
+        return Unusable(detail)
     wait = 0.0
     with contextlib.suppress(TypeError, ValueError):  # absent, or a date
         wait = min(max(float(retry_after or 0), 0.0), _LONGEST_WAIT)
-    return _Failed(detail, wait=wait)
+    return Failed(detail, wait=wait)
 
 
 def _reply(value: Any, url: str) -> Reply:
@@ -181,9 +181,9 @@ def _reply(value: Any, url: str) -> Reply:
         if not isinstance(text, str | None) or not isinstance(reasoning, str | None):
             raise TypeError
     except (KeyError, IndexError, TypeError, AttributeError):
-        raise _Failed(f"the answer is no chat completion: {_one_line(json.dumps(value)[:200])}") from None
+        raise Failed(f"the answer is no chat completion: {shortened(json.dumps(value)[:200])}") from None
     if reason not in ("stop", "length"):
-        raise _Refused(f"the answer ended with {_one_line(str(reason))!r}; expected stop or length")
+        raise Refused(f"the answer ended with {shortened(str(reason))!r}; expected stop or length")
     return Reply(
         text or "", reasoning, reason == "length", counted if isinstance(counted, int) else None, url,
         _ids(value.get("prompt_token_ids")), _ids(choice.get("token_ids")),
@@ -194,7 +194,7 @@ def _ids(value: Any) -> list[int] | None:
     return value if isinstance(value, list) and all(type(token) is int for token in value) else None
 
 
-def _one_line(text: str) -> str:
+def shortened(text: str) -> str:
     """What a server wrote, made fit for a message on a terminal."""
     text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return text if len(text) <= 200 else text[:197] + "..."
@@ -221,7 +221,7 @@ class EndpointPool:
         backoff: float = 0.5,
         say: Callable[[str], None] = lambda sentence: None,
     ) -> None:
-        self._endpoints = [_Endpoint(url, model, timeout) for url in dict.fromkeys(urls)]
+        self._endpoints = [Endpoint(url, model, timeout) for url in dict.fromkeys(urls)]
         self._retries, self._backoff, self._say = retries, backoff, say
         self._jobs: deque[_Job] = deque()
         self._changed = threading.Condition()
@@ -231,7 +231,7 @@ class EndpointPool:
         for endpoint in self._endpoints:
             try:
                 endpoint.find_model()
-            except _Unusable as error:
+            except Unusable as error:
                 self._drop(endpoint, str(error))
         self._require_one()
         for endpoint in self._live:
@@ -239,7 +239,7 @@ class EndpointPool:
                 threading.Thread(target=self._work, args=(endpoint,), daemon=True).start()
 
     @property
-    def _live(self) -> list[_Endpoint]:
+    def _live(self) -> list[Endpoint]:
         return [endpoint for endpoint in self._endpoints if endpoint.live]
 
     @property
@@ -275,18 +275,18 @@ class EndpointPool:
                 "run the same command again to go on."
             )
 
-    def _work(self, endpoint: _Endpoint) -> None:
+    def _work(self, endpoint: Endpoint) -> None:
         """One worker: takes jobs, until its server is dropped."""
         streak, answers = 0, 0
         while (job := self._take(endpoint)) is not None:
             try:
                 reply = endpoint.chat(job.body)
-            except _Refused as error:
+            except Refused as error:
                 self._results.put((job.key, Refusal(str(error))))
-            except _Unusable as error:
+            except Unusable as error:
                 self._put_back(job)
                 self._drop(endpoint, str(error))
-            except _Failed as error:
+            except Failed as error:
                 if endpoint.answers != answers:
                     streak, answers = 0, endpoint.answers
                 streak += self._speaks_against(endpoint, job, error)
@@ -299,7 +299,7 @@ class EndpointPool:
                     endpoint.failing.clear()
                 self._results.put((job.key, reply))
 
-    def _take(self, endpoint: _Endpoint) -> _Job | None:
+    def _take(self, endpoint: Endpoint) -> _Job | None:
         """The next job for a server: one that it failed last goes to another, if there is one."""
         with self._changed:
             while endpoint.live and not self._stopped:
@@ -316,7 +316,7 @@ class EndpointPool:
             self._jobs.append(job)
             self._changed.notify_all()
 
-    def _speaks_against(self, endpoint: _Endpoint, job: _Job, error: _Failed) -> bool:
+    def _speaks_against(self, endpoint: Endpoint, job: _Job, error: Failed) -> bool:
         """Note a failure; False if the server answered others since this request first failed there."""
         with self._changed:
             endpoint.failing.add(job.key)
@@ -325,7 +325,7 @@ class EndpointPool:
             then = job.answers_then.setdefault(endpoint.url, endpoint.answers)
             return not (error.reached and endpoint.answers > then)
 
-    def _try_again(self, endpoint: _Endpoint, job: _Job, error: _Failed, streak: int) -> None:
+    def _try_again(self, endpoint: Endpoint, job: _Job, error: Failed, streak: int) -> None:
         """Give a request up, or put it back; drop a server that fails all the time."""
         with self._changed:
             own_fault = endpoint.answers > job.answers_then[endpoint.url] or endpoint.failing == {job.key}
@@ -336,12 +336,12 @@ class EndpointPool:
         if streak >= self._retries:
             self._drop(endpoint, f"failed {streak} times in a row, the last time with: {error}")
 
-    def _pause(self, endpoint: _Endpoint, error: _Failed, streak: int) -> None:
+    def _pause(self, endpoint: Endpoint, error: Failed, streak: int) -> None:
         wait = min(self._backoff * 2 ** min(streak, 16) / 2, _LONGEST_WAIT) * random.uniform(0.5, 1.5)  # noqa: S311
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or not endpoint.live, max(wait, error.wait))
 
-    def _drop(self, endpoint: _Endpoint, reason: str) -> None:
+    def _drop(self, endpoint: Endpoint, reason: str) -> None:
         with self._changed:
             if not endpoint.live:
                 return

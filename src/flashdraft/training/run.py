@@ -68,7 +68,7 @@ def _settings(overrides: Sequence[str]) -> list[str]:
 def _train(config: TrainConfig, command: str, console: Console | None) -> bool:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    _keep_freed_memory()
+    keep_freed_memory()
     group = Group()
     try:
         trainer = build_trainer(config, group)
@@ -77,7 +77,7 @@ def _train(config: TrainConfig, command: str, console: Console | None) -> bool:
         group.close()
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Tell glibc to reuse freed memory instead of giving it back: on a CPU the page faults of tensors
     that are made anew for every batch take about as long as the arithmetic."""
     if not sys.platform.startswith("linux"):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..model_folder import one_line
 from ..types import FlashdraftError, Request
 from .data import ChatTemplate, Prompt, Reason, Rejected
 from .endpoints import EndpointPool, Refusal, Reply
@@ -218,8 +219,7 @@ def load_tokenizer(source: str) -> tuple[Any, frozenset[int], int]:
         with quiet_transformers():
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers raises many kinds
-        sentence = " ".join(str(error).split())[:300]
-        raise FlashdraftError(f"{source} has no usable tokenizer: {sentence}") from error
+        raise FlashdraftError(f"{source} has no usable tokenizer: {one_line(error)}.") from error
     ends = {tokenizer.eos_token_id} if isinstance(tokenizer.eos_token_id, int) else set()
     longest = 1 << 20
     for file in ("config.json", "generation_config.json"):
