@@ -164,6 +164,7 @@ class Recorder:
     def __init__(self, drafter: Any) -> None:
         self.drafter = drafter
         self.tokens: dict[int, list[int]] = {}
+        self.limits: list[int] = []  # of each round
         self.rounds: list[tuple[list[int], list[int], list[int] | None, torch.Tensor | None, RowSampler]] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -185,6 +186,7 @@ class Recorder:
             law = draft.probs_NV[b] if draft.probs_NV else None
             sampler = copy.copy(samplers[b])
             sampler._noise = {}
+            self.limits.append(limits[b])
             self.rounds.append((list(self.tokens[row]), draft.tokens_BN[b, :size].tolist(), parents, law, sampler))
         return draft
 
@@ -254,3 +256,9 @@ def several_passes(passes: int, family: str, dtype: str, block_size: int) -> DFl
     network = copy.copy(trained_network(family, dtype))
     network.config = dataclasses.replace(network.config, autoregressive=not passes)
     return DFlashDrafter(network, tiny_target(family, dtype), block_size, passes=passes or 1)
+
+
+def dflash_tree(family: str, dtype: str, block_size: int, nodes: int = 12) -> DFlashDrafter:
+    """A tree over the slots of one pass; the draft's vocabulary is a part of the target's."""
+    target = tiny_target(family, dtype)
+    return DFlashDrafter(trained_network(family, dtype), target, block_size, torch.tensor(EAGLE_IDS), nodes=nodes)

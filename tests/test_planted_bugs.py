@@ -1,18 +1,21 @@
 """Would the suite notice? Each bug is planted in a copy of the package, and a test must fail.
 
 A bug is one exact replacement in one file. The copy is imported instead of the real package by a
-pytest run of its own, so nothing here can leak into other tests. Exit code 1 is "tests failed";
-a copy that does not even import (2 and up) proves nothing and counts as a broken bug.
+pytest run of its own, in a fork of a process that has torch loaded, so nothing here can leak into other tests.
+Exit code 1 is "tests failed"; a copy that does not even import (2 and up) proves nothing and counts as a broken bug.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -375,9 +378,9 @@ BUGS = [
     ),
     Bug(
         "Medusa: a node of the static tree under its grandparent",
-        "drafters/medusa.py",
-        "index.get(path[:-1], -1)",
-        "index.get(path[:-2] or path[:-1], -1)",
+        "tree.py",
+        "[index[path[:-1]] for",
+        "[index[path[:-2] or path[:-1]] for",
         "test_rivals.py",
         "medusa_tree",
     ),
@@ -388,6 +391,22 @@ BUGS = [
         "slots = tuple(range(len(verdict.path) + 1))",
         TREES,
         "path_is_kept and llama",
+    ),
+    Bug(
+        "DFlash: nodes of a tree are ranked by their own chance",
+        "tree.py",
+        "heapq.heappush(edge, (cost - logprobs[len(path)][0], (*path, 0)))",
+        "heapq.heappush(edge, (-logprobs[len(path)][0], (*path, 0)))",
+        "test_tree.py test_rivals.py",
+        "best_first or dflash_tree",
+    ),
+    Bug(
+        "DFlash: a tree of ids of the draft's own vocabulary",
+        "drafters/dflash.py",
+        "return self._vocab_ids[torch.tensor(tokens, dtype=torch.int64, device=self._device)].tolist(), logprobs",
+        "return tokens, logprobs",
+        "test_rivals.py",
+        "dflash_tree",
     ),
     Bug(
         "the length limit counts the block",
@@ -416,26 +435,38 @@ def plant(bug: Bug, folder: Path) -> None:
     file.write_text(text)
 
 
-def run_suite(bug: Bug, package: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command += [str(TESTS / name) for name in bug.tests.split()]
-    if bug.select:
-        command += ["-k", bug.select]
-    env = {**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}
-    env = {k: v for k, v in env.items() if not k.startswith("PYTEST_")}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, cwd=TESTS.parent, check=False)
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen[str]]:
+    """A process that runs pytest in forks of itself (fork_server.py)."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", f"import sys; sys.path.append({str(TESTS)!r}); import fork_server as s; s.main()"]
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True, cwd=TESTS.parent, env=env) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def run_suite(server: subprocess.Popen[str], bug: Bug, package: Path) -> tuple[int, str]:
+    """Exit code and output of the tests that a bug names, with the copy of the package."""
+    arguments = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *(str(TESTS / n) for n in bug.tests.split())]
+    arguments += ["-k", bug.select] if bug.select else []
+    log = package / "log"
+    assert server.stdin is not None and server.stdout is not None
+    server.stdin.write(json.dumps({"package": str(package), "arguments": arguments, "log": str(log)}) + "\n")
+    server.stdin.flush()
+    return int(server.stdout.readline()), log.read_text(errors="replace")
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_the_suite_notices(bug: Bug, tmp_path: Path) -> None:
+def test_the_suite_notices(bug: Bug, tmp_path: Path, server: subprocess.Popen[str]) -> None:
     plant(bug, tmp_path)
-    run = run_suite(bug, tmp_path)
-    assert run.returncode == 1, f"{bug.name}: exit code {run.returncode}\n{run.stdout[-2000:]}{run.stderr[-1000:]}"
+    code, said = run_suite(server, bug, tmp_path)
+    assert code == 1, f"{bug.name}: exit code {code}\n{said[-3000:]}"
 
 
-def test_the_copy_is_what_runs(tmp_path: Path) -> None:
+def test_the_copy_is_what_runs(tmp_path: Path, server: subprocess.Popen[str]) -> None:
     """Without a bug the same machinery passes: a failure above is the bug's."""
     bug = Bug("none", "verify.py", '"""Lossless acceptance', '"""Lossless acceptance', LOSSLESS, "none-greedy-llama")
     plant(bug, tmp_path)
-    run = run_suite(bug, tmp_path)
-    assert run.returncode == 0, run.stdout[-2000:]
+    code, said = run_suite(server, bug, tmp_path)
+    assert code == 0, said[-2000:]

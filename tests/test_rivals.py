@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,7 @@ import rivals
 from bed import CONFIGS as FAMILIES
 from bed import PROMPTS, VOCAB, byte_tokenizer, decode, make_model, tiny_target
 from flashdraft.drafters import drafter_options, make_drafter
-from flashdraft.drafters.dflash import DFlashNetwork
+from flashdraft.drafters.dflash import DFlashDrafter, DFlashNetwork
 from flashdraft.drafters.draft_model import DraftModelDrafter
 from flashdraft.drafters.drawing import likeliest
 from flashdraft.drafters.eagle3 import Eagle3Network, TreeShape
@@ -309,6 +310,55 @@ def test_more_passes_fill_the_most_confident_slots_first(passes: int) -> None:
         assert block[1:] == drafted and not masked
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_dflash_tree_holds_the_likeliest_paths_of_one_pass(temperature: float) -> None:
+    """DDTree (arXiv 2604.12989): of all paths through the slots' tokens, found here by trying them all, the
+    ones of the highest product of chances, over the draft's own vocabulary and with the request's noise."""
+    network, nodes, ids = rivals.trained_network("llama"), 12, torch.tensor(EAGLE_IDS)
+    made, compared = rivals.dflash_tree("llama", "float64", 4, nodes), 0
+    watched = recorded(made, temperature=temperature, seed=3)
+    for (tokens, drafted, parents, _, sampler), limit in zip(watched.rounds, watched.limits, strict=True):
+        if not drafted:
+            continue
+        assert parents is not None
+        depth = min(3, limit)
+        logits = block_by_hand(network, tokens, [tokens[-1]] + [VOCAB - 1] * depth)[1:, ids]
+        if temperature:
+            noise = [sampler.noise(len(tokens) + n)[ids] for n in range(depth)]
+            logits = logits / temperature + torch.stack(noise)
+        chances = [dict(zip(EAGLE_IDS, row.tolist(), strict=True)) for row in logits.log_softmax(-1)]
+        best = [sorted(row, key=lambda i, row=row: -row[i])[:nodes] for row in chances]  # type: ignore[misc]
+        every = {
+            way: sum(chances[d][token] for d, token in enumerate(way))
+            for n in range(1, depth + 1)
+            for way in itertools.product(*best[:n])
+        }
+        expected = sorted(every, key=lambda way: -every[way])[:nodes]
+        assert [way for way in paths(drafted, parents) if way] == expected
+        compared += len(drafted) > depth > 1
+    assert compared >= 2
+
+
+def test_a_tree_may_be_as_small_as_its_chain_and_needs_one_pass() -> None:
+    """One node is the first guess; a block of the anchor alone drafts nothing; who asks for more passes gets no tree."""
+    network, target = rivals.trained_network("llama"), tiny_target()
+    chains = drafts(recorded(DFlashDrafter(network, target, 6)))
+    firsts = drafts(recorded(DFlashDrafter(network, target, 6, nodes=1)))
+    both = chains.keys() & firsts.keys()
+    assert len(both) > 8 and all(
+        firsts[key] == (chains[key][0][:1], [-1][: len(firsts[key][0])] or None) for key in both
+    )
+    alone = DFlashDrafter(network, target, 1, nodes=8)
+    assert not alone.drafts_trees and alone.max_draft_tokens == 0
+    for nodes in (0, 1025):
+        with pytest.raises(FlashdraftError, match=rf"^nodes is {nodes}; expected 1 to 1024\.$"):
+            DFlashDrafter(network, target, nodes=nodes)
+    left = rivals.several_passes(0, "llama", "float64", 4).network
+    for made, passes in ((network, 2), (left, 1)):
+        with pytest.raises(FlashdraftError, match=r"^a tree is made of the distributions of one pass; leave out"):
+            DFlashDrafter(made, target, passes=passes, nodes=8)
+
+
 @pytest.mark.parametrize("context", ["fused", "none"])
 def test_own_context_equals_one_pass_over_everything(context: str) -> None:
     """Context and block in one pass without a cache: features at the input only, or none at all."""
@@ -331,6 +381,7 @@ MADE = {
     "eagle3": lambda: rivals.eagle3("llama", "float64", 4),
     "medusa-tree": lambda: rivals.medusa("llama", "float64", 5, tree=True),
     "eagle3-tree": lambda: rivals.eagle3("llama", "float64", 4, TREE),
+    "dflash-tree": lambda: rivals.dflash_tree("llama", "float64", 6),
     "passes": lambda: rivals.several_passes(2, "llama", "float64", 6),
     "fused": lambda: rivals.own_context("fused", "llama", "float64", 6),
     "none": lambda: rivals.own_context("none", "llama", "float64", 6),
@@ -338,7 +389,8 @@ MADE = {
 
 
 def drafts(watched: Recorder) -> dict[tuple[int, ...], Any]:
-    return {tuple(tokens): (drafted, parents) for tokens, drafted, parents, *_ in watched.rounds}
+    # a draft of nothing is a tree of nothing too
+    return {tuple(tokens): (drafted, parents or None) for tokens, drafted, parents, *_ in watched.rounds}
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -406,7 +458,11 @@ def logits_by_hand(name: str, tokens: list[int], drafted: list[int], n: int) -> 
     ("name", "options", "said"),
     [
         ("ngram", {"tree": True}, "the drafter ngram has no option 'tree'; it has max_ngram, min_ngram, a block size."),
-        ("dflash", {"block_size": 4}, "the drafter dflash has no option 'block_size'; it has passes, a block size."),
+        (
+            "dflash",
+            {"block_size": 4},
+            "the drafter dflash has no option 'block_size'; it has passes, tree, nodes, a block size.",
+        ),
         ("draft_model", {"passes": 2}, "the drafter draft_model has no option 'passes'; it has a block size."),
         ("medusa", {"top_k": 2}, "the drafter medusa has no option 'top_k'; it has tree, nodes, a block size."),
         (

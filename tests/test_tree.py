@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashdraft.tree import ancestor_mask, chain, check, depths, path_to
+from flashdraft.tree import ancestor_mask, best_first, chain, check, depths, parents_of, path_to
 from flashdraft.types import FlashdraftError
 
 
@@ -49,3 +50,30 @@ def test_a_chain_is_the_causal_case(length: int) -> None:
 def test_a_parent_has_to_come_first(parents: list[int], node: int) -> None:
     with pytest.raises(FlashdraftError, match=rf"^node {node} of a draft tree has parent .*; expected -1 .*\.$"):
         check(parents)
+
+
+CHANCES = st.sampled_from([1.0, 0.5, 0.5, 0.25, 0.2, 0.125, 0.01, 0.0])
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.lists(st.lists(CHANCES, min_size=1, max_size=4), min_size=1, max_size=3), st.integers(1, 30))
+def test_best_first_takes_the_likeliest_paths(chances: list[list[float]], nodes: int) -> None:
+    """Against all paths there are: the same chances, likeliest first, parents before their children."""
+    table = [[math.log(p) if p else -math.inf for p in sorted(row, reverse=True)] for row in chances]
+    found = best_first(table, nodes)
+
+    def logprob(path: tuple[int, ...]) -> float:
+        return sum(table[depth][rank] for depth, rank in enumerate(path))
+
+    every = [p for n in range(len(table)) for p in itertools.product(*(range(len(row)) for row in table[: n + 1]))]
+    possible = sorted((logprob(path) for path in every if logprob(path) > -math.inf), reverse=True)
+    assert [logprob(path) for path in found] == pytest.approx(possible[:nodes], abs=1e-9)
+    assert len(set(found)) == len(found)
+    check(parents_of(found))
+    assert [len(path) for path in found] == depths(parents_of(found))
+
+
+def test_best_first_with_nothing_to_take() -> None:
+    assert best_first([], 4) == [] and parents_of([]) == []
+    assert best_first([[-math.inf, -math.inf], [0.0]], 4) == []
+    assert len(best_first([[math.nan, math.nan], [math.nan]], 4)) <= 4  # a broken draft ends as well

@@ -6,6 +6,7 @@ anchor and slot n + 1 is node n; all functions here speak of nodes.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 import torch
@@ -62,3 +63,35 @@ def path_to(parents: Sequence[int], node: int) -> tuple[int, ...]:
         path.append(node)
         node = parents[node]
     return tuple(reversed(path))
+
+
+def best_first(logprobs: Sequence[Sequence[float]], nodes: int) -> list[tuple[int, ...]]:
+    """The `nodes` likeliest paths where places do not know each other: a path's chance is the product over its places.
+
+    Args:
+        logprobs: per depth, the log-probabilities of its tokens, best first; -inf is never taken.
+
+    Returns:
+        Paths of ranks, e.g. (0, 2) is the third token of depth 2 behind the best of depth 1; likeliest first,
+        so parents come before their children. Ties go to the lower rank (DDTree, arXiv 2604.12989, section 3.2).
+    """
+    found: list[tuple[int, ...]] = []
+    # a path's next sibling and its first child are never likelier than itself: the edge holds the best of the rest
+    edge: list[tuple[float, tuple[int, ...]]] = [(-values[0], (0,)) for values in logprobs[:1]]
+    while edge and len(found) < nodes:
+        cost, path = heapq.heappop(edge)
+        if cost == float("inf"):
+            break
+        found.append(path)
+        values, rank = logprobs[len(path) - 1], path[-1]
+        if rank + 1 < len(values):
+            heapq.heappush(edge, (cost + values[rank] - values[rank + 1], (*path[:-1], rank + 1)))
+        if len(path) < len(logprobs):
+            heapq.heappush(edge, (cost - logprobs[len(path)][0], (*path, 0)))
+    return found
+
+
+def parents_of(paths_of_ranks: Sequence[tuple[int, ...]]) -> list[int]:
+    """Parents of nodes that are given as paths; each path's beginning has to come before it."""
+    index = {path: node for node, path in enumerate(paths_of_ranks)} | {(): -1}
+    return [index[path[:-1]] for path in paths_of_ranks]

@@ -105,15 +105,24 @@ def _ngram(
     return NGramDrafter(8 if block_size is None else block_size, max_ngram, min_ngram)
 
 
-def _dflash(target: Target, draft: str | Path, block_size: int | None, *, passes: int = 1) -> Drafter:
-    """passes: of the network over a block, the most confident slots first; the paper uses one."""
+# of a DFlash tree, unless said otherwise: what a CPU verifies for little more than a chain
+_TREE_NODES = 16
+
+
+def _dflash(
+    target: Target, draft: str | Path, block_size: int | None, *,
+    passes: int = 1, tree: bool | None = None, nodes: int | None = None,
+) -> Drafter:  # fmt: skip
+    """passes: of the network over a block, the most confident slots first; the paper uses one. tree: the `nodes`
+    likeliest paths through the slots of one pass (16), block_size - 1 levels. None: if nodes is given."""
     from .. import checkpoint
     from .dflash import DFlashDrafter
     from .dflash_ablations import OwnContextDrafter
 
     folder = locate_draft(draft)
     kind = DFlashDrafter if checkpoint.read(folder)[0].context == "injected" else OwnContextDrafter
-    return kind.load(folder, target, block_size, passes)
+    wanted = _wants_tree(tree, {} if nodes is None else {"nodes": nodes})
+    return kind.load(folder, target, block_size, passes, (nodes or _TREE_NODES) if wanted else None)
 
 
 def _draft_model(target: Target, draft: str | Path, block_size: int | None) -> Drafter:

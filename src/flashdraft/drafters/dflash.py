@@ -7,6 +7,9 @@ projection and MLP see the block only; embedding and head are the target's.
 
 The context's keys and values depend on nothing but the features, so they are projected once, when
 tokens are committed, and kept; the block's own are written behind them for one pass and dropped.
+
+A draft is the chain of every slot's best token, or DDTree's tree (arXiv 2604.12989): one pass gives a
+distribution for every slot, and of all paths through them the likeliest ones are verified together.
 """
 
 from __future__ import annotations
@@ -20,13 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .. import checkpoint
+from .. import checkpoint, tree
 from ..attention import AttentionPlan
 from ..cache import KVCache
 from ..draft_config import MOST_BLOCK, DraftConfig
 from ..sampling import RowSampler
 from ..types import Commit, Draft, FlashdraftError
-from .drawing import draw, likeliest, spread
+from .drawing import draw, likeliest, padded, spread
 from .layers import RMSNorm, RotaryEmbedding, SwiGLU, rotate
 
 if TYPE_CHECKING:
@@ -159,11 +162,11 @@ class DFlashDrafter:
         vocab_ids: the only ids it proposes, rising; None is all of them.
         passes: of the network over a block. DFlash needs one; more fix the most confident slots of each
             pass and fill the rest again (an autoregressive draft: the first slot, until all are filled).
+        nodes: of a tree of at most `block_size - 1` levels; None drafts chains.
     """
 
     name = "dflash"
     contexts: tuple[str, ...] = ("injected",)
-    drafts_trees = False
 
     def __init__(
         self,
@@ -172,6 +175,7 @@ class DFlashDrafter:
         block_size: int | None = None,
         vocab_ids: torch.Tensor | None = None,
         passes: int = 1,
+        nodes: int | None = None,
     ) -> None:
         checkpoint.check_against(network.config, target)
         if network.config.context not in self.contexts:
@@ -181,13 +185,22 @@ class DFlashDrafter:
             raise FlashdraftError(f"block_size is {size}; expected 1 (the anchor alone) to {MOST_BLOCK}.")
         if not 1 <= passes <= MOST_BLOCK:
             raise FlashdraftError(f"passes is {passes}; expected 1 to {MOST_BLOCK}.")
+        if nodes is not None and not 1 <= nodes <= MOST_BLOCK:
+            raise FlashdraftError(f"nodes is {nodes}; expected 1 to {MOST_BLOCK}.")
+        if nodes is not None and (passes > 1 or network.config.autoregressive):
+            raise FlashdraftError(
+                "a tree is made of the distributions of one pass; leave out passes, or nodes and tree."
+            )
         dtype = network.norm.weight.dtype
         if dtype != target.dtype:
             raise FlashdraftError(f"the draft network is in {dtype}; expected the target's {target.dtype}.")
         self.network = network.eval()
         self.block_size = size
         self.passes = size if network.config.autoregressive else passes
-        self.max_draft_tokens = size - 1
+        self.depth = size - 1
+        self.nodes = nodes
+        self.drafts_trees = nodes is not None and size > 1
+        self.max_draft_tokens = nodes if nodes is not None and size > 1 else self.depth
         self.target_layer_ids = network.config.target_layer_ids if size > 1 else ()
         self._embed = target.embed
         self._head: Callable[[torch.Tensor], torch.Tensor] = target.head
@@ -204,13 +217,20 @@ class DFlashDrafter:
         self._device = target.device
 
     @classmethod
-    def load(cls, folder: str | Path, target: Target, block_size: int | None = None, passes: int = 1) -> DFlashDrafter:
+    def load(
+        cls,
+        folder: str | Path,
+        target: Target,
+        block_size: int | None = None,
+        passes: int = 1,
+        nodes: int | None = None,
+    ) -> DFlashDrafter:
         """From a draft folder (checkpoint.py). Raises FlashdraftError if it does not fit the target."""
         network = DFlashNetwork.load(folder, target.dtype, target.device)
         config = network.config
         checkpoint.check_against(config, target, str(folder))
         checkpoint.check_tables(folder, config, target)
-        return cls(network, target, block_size, checkpoint.read_vocab(folder, config), passes)
+        return cls(network, target, block_size, checkpoint.read_vocab(folder, config), passes, nodes)
 
     @property
     def bytes_per_context_token(self) -> int:
@@ -250,13 +270,15 @@ class DFlashDrafter:
     def propose(
         self, state: DFlashState, rows: Sequence[int], samplers: Sequence[RowSampler], limits: Sequence[int]
     ) -> Draft:
-        lengths = tuple(min(self.max_draft_tokens, limit) for limit in limits)
+        lengths = tuple(min(self.depth, limit) for limit in limits)
         width = max(lengths)
         if width == 0:
             return Draft(torch.zeros(len(rows), 0, dtype=torch.int64, device=self._device), lengths)
         if self.passes > 1:
             return self._denoise(state, rows, samplers, lengths)
         logits_BNV = self._block_logits(state, rows, lengths)
+        if self.drafts_trees:
+            return self._tree(logits_BNV, samplers, lengths)
         tokens_BN = torch.zeros(len(rows), width, dtype=torch.int64, device=self._device)
         probs: list[torch.Tensor | None] = []
         for b, (sampler, length) in enumerate(zip(samplers, lengths, strict=True)):
@@ -272,6 +294,26 @@ class DFlashDrafter:
         if sampler.plain_argmax:  # nothing but the order counts: no need to spread them out
             return self._vocab_ids[sampler.choose(logits_NV)], None
         return draw(sampler, spread(logits_NV, self._vocab_ids, sampler.vocab_size))
+
+    def _tree(self, logits_BNV: torch.Tensor, samplers: Sequence[RowSampler], depths: Sequence[int]) -> Draft:
+        """Of every row's paths through its slots' tokens the likeliest ones, as many as there are nodes."""
+        assert self.nodes is not None
+        drafts, parents = [], []
+        for b, (sampler, depth) in enumerate(zip(samplers, depths, strict=True)):
+            tokens, logprobs = self._likeliest(sampler, logits_BNV[b, :depth], self.nodes)
+            paths = tree.best_first(logprobs, self.nodes)
+            drafts.append([tokens[len(path) - 1][path[-1]] for path in paths])
+            parents.append(tree.parents_of(paths))
+        return Draft(padded(drafts, self._device), tuple(map(len, drafts)), padded(parents, self._device))
+
+    def _likeliest(
+        self, sampler: RowSampler, logits_NV: torch.Tensor, count: int
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """The `count` best tokens of every slot and their log-probabilities, from logits over the draft's own ids."""
+        if self._vocab_ids is None or not sampler.plain_argmax:
+            return likeliest(sampler, spread(logits_NV, self._vocab_ids, sampler.vocab_size), count)
+        tokens, logprobs = likeliest(sampler, logits_NV, count)  # nothing depends on which ids they are
+        return self._vocab_ids[torch.tensor(tokens, dtype=torch.int64, device=self._device)].tolist(), logprobs
 
     def _denoise(
         self, state: DFlashState, rows: Sequence[int], samplers: Sequence[RowSampler], lengths: tuple[int, ...]

@@ -9,7 +9,7 @@ Typical acceptance is lossy and not implemented.
 
 from __future__ import annotations
 
-import heapq
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,16 +104,8 @@ def static_tree(num_heads: int, vocab_size: int, nodes: int = 24) -> tuple[tuple
     The chances are assumed: 0.5 for the first head's best guess, 0.75 of it for every head behind, and
     half of it for every rank below.
     """
-    tree: list[tuple[int, ...]] = []
-    edge: list[tuple[float, tuple[int, ...]]] = [(-0.5, (0,))]
-    while edge and len(tree) < nodes:
-        chance, path = heapq.heappop(edge)
-        tree.append(path)
-        if path[-1] + 1 < vocab_size:
-            heapq.heappush(edge, (chance / 2, (*path[:-1], path[-1] + 1)))
-        if len(path) < num_heads:
-            heapq.heappush(edge, (chance * 0.5 * 0.75 ** len(path), (*path, 0)))
-    return tuple(tree)
+    chances = [[0.5 * 0.75**k * 0.5**rank for rank in range(min(nodes, vocab_size))] for k in range(num_heads)]
+    return tuple(tree.best_first([[math.log(chance) for chance in head] for head in chances], nodes))
 
 
 def config_json(config: MedusaConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -250,8 +242,7 @@ class MedusaDrafter:
         self.drafts_trees = bool(choices) and use_tree is not False
         # parents come first: paths by length
         self._choices = sorted((p for p in choices if len(p) <= self.depth), key=lambda p: (len(p), p))
-        index = {path: n for n, path in enumerate(self._choices)}
-        self._parents = [index.get(path[:-1], -1) for path in self._choices]
+        self._parents = tree.parents_of(self._choices)
         tree.check(self._parents)
         self.max_draft_tokens = len(self._choices) if self.drafts_trees else self.depth
         self.target_layer_ids: tuple[int, ...] = (target.num_layers,) if self.depth else ()
