@@ -15,7 +15,8 @@ from bed import CONFIGS, DTYPES, PROMPTS, VOCAB, decode, make_model, random_netw
 from flashdraft.drafters.dflash import DFlashDrafter, DFlashNetwork
 from flashdraft.drafters.dflash_ablations import OwnContextDrafter
 from flashdraft.drafters.draft_model import DraftModelDrafter
-from flashdraft.drafters.eagle3 import Eagle3Drafter, Eagle3Network, TreeShape
+from flashdraft.drafters.dynamic_tree import TreeShape
+from flashdraft.drafters.eagle3 import Eagle3Drafter, Eagle3Network
 from flashdraft.drafters.eagle3_folder import Eagle3Config
 from flashdraft.drafters.medusa import MedusaConfig, MedusaDrafter, MedusaNetwork
 from flashdraft.sampling import RowSampler

@@ -18,7 +18,8 @@ from flashdraft.drafters import drafter_name, eagle3_folder, make_drafter, medus
 from flashdraft.drafters.dflash import DFlashDrafter
 from flashdraft.drafters.dflash_ablations import OwnContextDrafter
 from flashdraft.drafters.draft_model import DraftModelDrafter
-from flashdraft.drafters.eagle3 import Eagle3Drafter, TreeShape
+from flashdraft.drafters.dynamic_tree import TreeShape
+from flashdraft.drafters.eagle3 import Eagle3Drafter
 from flashdraft.drafters.medusa import MedusaDrafter
 from flashdraft.evaluation.bench import Arm, BenchConfig, arm_name, make_arm
 from flashdraft.locate import locate_draft_model

@@ -17,12 +17,13 @@ from flashdraft.drafters import drafter_options, make_drafter
 from flashdraft.drafters.dflash import DFlashDrafter, DFlashNetwork
 from flashdraft.drafters.draft_model import DraftModelDrafter
 from flashdraft.drafters.drawing import likeliest
-from flashdraft.drafters.eagle3 import Eagle3Network, TreeShape
+from flashdraft.drafters.dynamic_tree import TreeShape
+from flashdraft.drafters.eagle3 import Eagle3Network
 from flashdraft.drafters.medusa import MedusaDrafter, static_tree
 from flashdraft.engine import Engine
 from flashdraft.sampling import RowSampler
 from flashdraft.target import Target
-from flashdraft.tree import paths
+from flashdraft.tree import chain, paths
 from flashdraft.types import FlashdraftError, Request, SamplingParams
 from rivals import CHOICES, EAGLE_IDS, LAYERS, TREE, Recorder
 
@@ -416,6 +417,32 @@ def test_a_reused_prefix_drafts_as_a_fresh_one(name: str) -> None:
             assert (result.stats.num_reused_tokens > 0) == reuse
             found.append(drafts(watched))
         assert found[0] == found[1] and found[0]
+
+
+@pytest.mark.parametrize("name", ["dflash-tree", "medusa-tree", "eagle3-tree"])
+def test_rejection_gets_chains_beside_the_trees_of_others(name: str) -> None:
+    """A row's draft is what it would be alone: a tree with coupled acceptance, a chain with its law with rejection."""
+    laws = [
+        SamplingParams(max_tokens=NUM_TOKENS, temperature=0.8, seed=4, acceptance=a) for a in ("coupled", "rejection")
+    ]
+
+    def watched(requests: list[Request], rows: int) -> dict[tuple[int, ...], Any]:
+        recorder = Recorder(MADE[name]())
+        Engine(tiny_target(), recorder, max_rows=rows, reuse_prefix=False).run(requests)
+        for _, drafted, parents, law, sampler in recorder.rounds:
+            assert (law is not None) == (sampler.rejects and bool(drafted))
+            if sampler.rejects:
+                assert (parents or chain(len(drafted))) == chain(len(drafted))
+                assert len(drafted) <= recorder.max_draft_tokens
+        return {
+            (sampler.rejects, *tokens): (drafted, parents or chain(len(drafted)))
+            for tokens, drafted, parents, _, sampler in recorder.rounds
+        }
+
+    requests = [Request(prompt, law) for prompt, law in zip(PROMPTS[1:5], laws * 2, strict=True)]
+    alone = {key: value for request in requests for key, value in watched([request], 1).items()}
+    assert watched(requests, 4) == alone
+    assert any(parents != chain(len(parents)) for _, parents in alone.values())
 
 
 @pytest.mark.parametrize("name", ["draft_model", "medusa", "eagle3"])

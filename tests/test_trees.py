@@ -182,15 +182,6 @@ def test_d14_a_tree_decodes_the_plain_text() -> None:
     assert {0, 1, 2} == set(kept)
 
 
-def test_rejection_with_trees_is_refused_at_the_start() -> None:
-    engine = Engine(tiny_target(), TreeDrafter({}, "wrong"))
-    with pytest.raises(
-        FlashdraftError, match=r"^acceptance is 'rejection' and the drafter trees proposes trees, .*\.$"
-    ):
-        engine.submit(Request([3], SamplingParams(temperature=1.0, acceptance="rejection")))
-    engine.submit(Request([3], SamplingParams(acceptance="rejection")))  # greedy has no law to keep
-
-
 @pytest.mark.parametrize(("parents", "limit"), [([1, -1], 5), ([-1, 0, 1], 2)])
 def test_broken_trees_are_an_error(parents: list[int], limit: int) -> None:
     """A node before its parent, a tree deeper than asked for: a bug of the drafter, said at once."""

@@ -200,11 +200,6 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens; this engine holds {self.max_context} with the answer. "
                 f"Shorten it, or raise max_context (at most {self.target.max_context} for {self.target.name})."
             )
-        if self.drafter.drafts_trees and request.params.temperature and request.params.acceptance == "rejection":
-            raise FlashdraftError(
-                f"acceptance is 'rejection' and the drafter {self.drafter.name} proposes trees, for which only 'coupled' "
-                "is exact; use coupled acceptance, or have it draft chains (its option tree=false)."
-            )
         named = [*request.params.logit_bias, *request.params.stop_token_ids]
         if not all(0 <= token < vocab for token in named):
             raise FlashdraftError(f"logit_bias or stop_token_ids name ids outside the vocabulary of {vocab}.")

@@ -152,6 +152,11 @@ class RowSampler:
         return self.params.temperature == 0
 
     @property
+    def rejects(self) -> bool:
+        """Whether drafts are accepted by rejection, which knows chains only, each token with its distribution."""
+        return not self.greedy and self.params.acceptance == "rejection"
+
+    @property
     def plain_argmax(self) -> bool:
         """True if the choice is the argmax of the untouched logits (the common fast path)."""
         return self.greedy and not (self._penalised or self._bias or self.params.min_tokens)

@@ -109,7 +109,7 @@ class Session:
             proposals = self._judge(out.logits_BTV, draft, drafted, samplers)
             self._verified = (tuple(rows), out.features_BTF, None)
         else:
-            proposals = self._judge_trees(out.logits_BTV, drafted, trees, samplers)
+            proposals = self._judge_trees(out.logits_BTV, draft, drafted, trees, samplers)
             self._verified = (tuple(rows), out.features_BTF, tuple(p.slots or () for p in proposals))
         self.draft_seconds += proposed - began
         self.verify_seconds += self._now() - proposed
@@ -118,26 +118,37 @@ class Session:
     def _judge(
         self, logits_BTV: torch.Tensor, draft: Draft, drafted: list[list[int]], samplers: Sequence[RowSampler]
     ) -> list[Proposal]:
-        proposals = []
-        for b, (sampler, tokens) in enumerate(zip(samplers, drafted, strict=True)):
-            logits_TV = logits_BTV[b, : len(tokens) + 1]
-            probs = draft.probs_NV[b] if draft.probs_NV else None
-            verdict = self._pick(sampler, logits_TV, tokens, probs)
-            kept = (*(tokens[n] for n in verdict.path), verdict.bonus)
-            proposals.append(Proposal(kept, len(tokens), logits_TV[: len(kept)]))
-        return proposals
+        return [
+            self._judge_chain(
+                logits_BTV[b, : len(tokens) + 1], tokens, draft.probs_NV[b] if draft.probs_NV else None, s
+            )
+            for b, (tokens, s) in enumerate(zip(drafted, samplers, strict=True))
+        ]
+
+    def _judge_chain(
+        self, logits_TV: torch.Tensor, tokens: list[int], probs: torch.Tensor | None, sampler: RowSampler
+    ) -> Proposal:
+        verdict = self._pick(sampler, logits_TV, tokens, probs)
+        kept = (*(tokens[n] for n in verdict.path), verdict.bonus)
+        return Proposal(kept, len(tokens), logits_TV[: len(kept)], tuple(range(len(kept))))
 
     def _judge_trees(
         self,
         logits_BTV: torch.Tensor,
+        draft: Draft,
         drafted: list[list[int]],
         trees: Sequence[Sequence[int]],
         samplers: Sequence[RowSampler],
     ) -> list[Proposal]:
         proposals = []
         for b, (sampler, tokens, parents) in enumerate(zip(samplers, drafted, trees, strict=True)):
-            assert sampler.greedy or sampler.params.acceptance == "coupled", "rejection knows chains only"
             logits_TV = logits_BTV[b, : len(tokens) + 1]
+            if sampler.rejects:
+                assert parents == chain(len(tokens)), "rejection knows chains only"
+                proposals.append(
+                    self._judge_chain(logits_TV, tokens, draft.probs_NV[b] if draft.probs_NV else None, sampler)
+                )
+                continue
             own = sampler.choose(logits_TV, paths=paths(tokens, parents))
             verdict = accept_matching(tokens, own.tolist(), parents)
             slots = (0, *(node + 1 for node in verdict.path))
@@ -150,7 +161,7 @@ class Session:
         self, sampler: RowSampler, logits_TV: torch.Tensor, drafted: Sequence[int], probs: torch.Tensor | None = None
     ) -> Verdict:
         """What the target keeps of a draft, by the request's own acceptance rule."""
-        if sampler.greedy or sampler.params.acceptance == "coupled":
+        if not sampler.rejects:
             own = sampler.choose(logits_TV, drafted)
             verdict = accept_matching(drafted, own.tolist())
             proof = logits_TV.gather(-1, own[:, None])

@@ -46,7 +46,7 @@ class Drafter(Protocol):
 
     @property
     def drafts_trees(self) -> bool:
-        """Whether drafts may have `parents_BN`: then rejection acceptance is refused."""
+        """Whether drafts may have `parents_BN`. A row with rejection acceptance (`RowSampler.rejects`) gets a chain."""
         ...
 
     @property
@@ -147,7 +147,8 @@ def _eagle3(
 ) -> Drafter:  # fmt: skip
     """tree: EAGLE-2's, with `top_k` nodes expanded a level (8) and `nodes` kept (32); block_size - 1 levels.
     None: if its shape is given."""
-    from .eagle3 import Eagle3Drafter, TreeShape
+    from .dynamic_tree import TreeShape
+    from .eagle3 import Eagle3Drafter
 
     shape = {key: value for key, value in {"top_k": top_k, "nodes": nodes}.items() if value is not None}
     made = TreeShape(**shape) if _wants_tree(tree, shape) else None

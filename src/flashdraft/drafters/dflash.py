@@ -29,7 +29,7 @@ from ..cache import KVCache
 from ..draft_config import MOST_BLOCK, DraftConfig
 from ..sampling import RowSampler
 from ..types import Commit, Draft, FlashdraftError
-from .drawing import draw, likeliest, padded, spread
+from .drawing import RowDraft, draw, drawn_chain, joined, likeliest, spread
 from .layers import RMSNorm, RotaryEmbedding, SwiGLU, rotate
 
 if TYPE_CHECKING:
@@ -278,7 +278,8 @@ class DFlashDrafter:
             return self._denoise(state, rows, samplers, lengths)
         logits_BNV = self._block_logits(state, rows, lengths)
         if self.drafts_trees:
-            return self._tree(logits_BNV, samplers, lengths)
+            parts = zip(samplers, logits_BNV, lengths, strict=True)
+            return joined([self._row_tree(sampler, rows_NV[:depth]) for sampler, rows_NV, depth in parts], self._device)
         tokens_BN = torch.zeros(len(rows), width, dtype=torch.int64, device=self._device)
         probs: list[torch.Tensor | None] = []
         for b, (sampler, length) in enumerate(zip(samplers, lengths, strict=True)):
@@ -295,16 +296,14 @@ class DFlashDrafter:
             return self._vocab_ids[sampler.choose(logits_NV)], None
         return draw(sampler, spread(logits_NV, self._vocab_ids, sampler.vocab_size))
 
-    def _tree(self, logits_BNV: torch.Tensor, samplers: Sequence[RowSampler], depths: Sequence[int]) -> Draft:
-        """Of every row's paths through its slots' tokens the likeliest ones, as many as there are nodes."""
+    def _row_tree(self, sampler: RowSampler, logits_NV: torch.Tensor) -> RowDraft:
+        """Of the paths through the slots' tokens the likeliest ones, as many as there are nodes."""
         assert self.nodes is not None
-        drafts, parents = [], []
-        for b, (sampler, depth) in enumerate(zip(samplers, depths, strict=True)):
-            tokens, logprobs = self._likeliest(sampler, logits_BNV[b, :depth], self.nodes)
-            paths = tree.best_first(logprobs, self.nodes)
-            drafts.append([tokens[len(path) - 1][path[-1]] for path in paths])
-            parents.append(tree.parents_of(paths))
-        return Draft(padded(drafts, self._device), tuple(map(len, drafts)), padded(parents, self._device))
+        if sampler.rejects:
+            return drawn_chain(*self._draw(sampler, logits_NV[: self.nodes]))
+        tokens, logprobs = self._likeliest(sampler, logits_NV, self.nodes)
+        paths = tree.best_first(logprobs, self.nodes)
+        return RowDraft([tokens[len(path) - 1][path[-1]] for path in paths], tree.parents_of(paths))
 
     def _likeliest(
         self, sampler: RowSampler, logits_NV: torch.Tensor, count: int

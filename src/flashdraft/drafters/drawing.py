@@ -7,10 +7,13 @@ the text, which the target decides.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from ..sampling import DRAFT, RowSampler, gumbel_noise
+from ..tree import chain
+from ..types import Draft
 
 Paths = Sequence[Sequence[int]]
 
@@ -27,7 +30,7 @@ def draw(
         paths: per slot, the drafted tokens it follows; None: slot n is n positions ahead, and
             penalties do not count the draft.
     """
-    if sampler.greedy or sampler.params.acceptance == "coupled" or not len(logits_NV):
+    if not sampler.rejects or not len(logits_NV):
         return sampler.choose(logits_NV, paths=paths), None
     scores = sampler.scores(logits_NV, paths=paths)
     ahead = range(len(scores)) if paths is None else map(len, paths)
@@ -63,6 +66,37 @@ def spread(logits_NV: torch.Tensor, vocab_ids: torch.Tensor | None, vocab_size: 
     wide = logits_NV.new_full((*logits_NV.shape[:-1], vocab_size), -torch.inf)
     wide[..., vocab_ids] = logits_NV
     return wide
+
+
+@dataclass(frozen=True)
+class RowDraft:
+    """One row's part of a draft: tokens, their parents (tree.py), and what they were drawn from if it matters."""
+
+    tokens: list[int]
+    parents: list[int]
+    probs_NV: torch.Tensor | None = None
+
+
+def drawn_chain(tokens: torch.Tensor, probs_NV: torch.Tensor | None) -> RowDraft:
+    """What `draw` gives, as a row's draft."""
+    return RowDraft(tokens.tolist(), chain(len(tokens)), probs_NV)
+
+
+def joined(rows: Sequence[RowDraft], device: torch.device) -> Draft:
+    """The draft of rows of which some or all are trees."""
+    return Draft(
+        padded([row.tokens for row in rows], device),
+        tuple(len(row.tokens) for row in rows),
+        padded([row.parents for row in rows], device),
+        tuple(row.probs_NV for row in rows),
+    )
+
+
+def parted(draft: Draft) -> list[RowDraft]:
+    """The rows of a draft."""
+    tokens, probs = draft.tokens_BN.tolist(), draft.probs_NV or (None,) * len(draft.lengths_B)
+    parents = draft.parents_BN.tolist() if draft.parents_BN is not None else [chain(n) for n in draft.lengths_B]
+    return [RowDraft(t[:n], p[:n], q) for t, p, q, n in zip(tokens, parents, probs, draft.lengths_B, strict=True)]
 
 
 def padded(drafts: Sequence[Sequence[int]], device: torch.device, filler: int = 0) -> torch.Tensor:

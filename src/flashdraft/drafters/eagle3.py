@@ -12,7 +12,7 @@ joint probability are expanded at every level, and of all nodes the best `nodes`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,8 @@ from ..cache import KVCache
 from ..draft_config import MOST_BLOCK
 from ..sampling import RowSampler
 from ..types import Commit, Draft, FlashdraftError
-from .drawing import draw, likeliest, padded, spread
+from .drawing import RowDraft, draw, joined, likeliest, padded, parted, spread
+from .dynamic_tree import GrowingTree, TreeShape
 from .eagle3_folder import Eagle3Config, check_against, read
 from .layers import RMSNorm, RotaryEmbedding, SwiGLU, rotate
 
@@ -142,60 +143,6 @@ class Eagle3State:
         self.again: list[tuple[int, torch.Tensor] | None] = [None] * rows
 
 
-@dataclass(frozen=True)
-class TreeShape:
-    """EAGLE-2's tree: expanded nodes a level, levels, and drafted tokens in all."""
-
-    top_k: int = 8
-    depth: int = 6
-    nodes: int = 32
-
-
-@dataclass
-class _Growing:
-    """A row's tree while it grows: all nodes seen so far, parents before children."""
-
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
-    paths: list[tuple[int, ...]] = field(default_factory=list)
-    frontier: list[int] = field(default_factory=lambda: [-1])
-    before: list[int] = field(default_factory=list)  # the frontier whose children this one's nodes are
-    expanded: list[int] = field(default_factory=list)  # nodes with a slot in the draft's cache, in order
-
-    def path(self, node: int) -> tuple[int, ...]:
-        return () if node < 0 else self.paths[node]
-
-    def add_level(self, tokens: list[list[int]], logprobs: list[list[float]], top_k: int) -> None:
-        """Children of the frontier's nodes; the likeliest `top_k` of them are the next frontier."""
-        first, self.before = len(self.tokens), self.frontier
-        for parent, children, values in zip(self.frontier, tokens, logprobs, strict=True):
-            so_far = 0.0 if parent < 0 else self.scores[parent]
-            for token, value in zip(children, values, strict=True):
-                self.tokens.append(token)
-                self.parents.append(parent)
-                self.scores.append(so_far + value)
-                self.paths.append((*self.path(parent), token))
-        self.frontier = sorted(self._best(range(first, len(self.tokens)), top_k))
-
-    def expand(self) -> list[int]:
-        """Give the frontier's nodes the next slots; the parents of all nodes that have one."""
-        self.expanded += self.frontier
-        place = {node: i for i, node in enumerate(self.expanded)} | {-1: -1}
-        return [place[self.parents[node]] for node in self.expanded]
-
-    def _best(self, nodes: Sequence[int], count: int) -> list[int]:
-        return sorted(nodes, key=lambda n: -self.scores[n])[:count]  # stable: earlier nodes win ties
-
-    def pruned(self, nodes: int, depth: int) -> tuple[list[int], list[int]]:
-        """(tokens, parents) of the likeliest nodes. A child is never likelier than its parent and comes
-        later, so the parents are among them."""
-        near = [n for n in range(len(self.tokens)) if len(self.paths[n]) <= depth and self.scores[n] > -torch.inf]
-        kept = sorted(self._best(near, nodes))
-        place = {node: i for i, node in enumerate(kept)} | {-1: -1}
-        return [self.tokens[n] for n in kept], [place[self.parents[n]] for n in kept]
-
-
 class Eagle3Drafter:
     """Drafts with an EAGLE-3 network: a pass for every token of a chain, or for every level of a tree.
 
@@ -223,7 +170,8 @@ class Eagle3Drafter:
             if not 1 <= value <= MOST_BLOCK:
                 raise FlashdraftError(f"{key} is {value}; expected 1 to {MOST_BLOCK}.")
         self.network = network.eval()
-        self.depth = size - 1
+        # a tree of so many nodes is never deeper
+        self.depth = min(size - 1, tree_shape.nodes) if tree_shape else size - 1
         self.target_layer_ids = layer_ids if self.depth else ()
         self.tree_shape = tree_shape
         self.drafts_trees = tree_shape is not None
@@ -335,10 +283,29 @@ class Eagle3Drafter:
         if not max(depths):
             return Draft(padded([[] for _ in rows], self._device), (0,) * len(rows))
         lengths = [state.cache.lengths[row] for row in rows]
-        draft = (self._chain if self.tree_shape is None else self._tree)(state, rows, samplers, depths)
+        trees = [b for b, sampler in enumerate(samplers) if self.drafts_trees and not sampler.rejects]
+        if len(trees) in (0, len(rows)):
+            draft = (self._tree if trees else self._chain)(state, rows, samplers, depths)
+        else:
+            draft = self._trees_and_chains(state, rows, samplers, depths, trees)
         for row, length in zip(rows, lengths, strict=True):
             state.cache.lengths[row] = length
         return draft
+
+    def _trees_and_chains(
+        self,
+        state: Eagle3State,
+        rows: Sequence[int],
+        samplers: Sequence[RowSampler],
+        depths: Sequence[int],
+        trees: Sequence[int],
+    ) -> Draft:
+        """Trees for some of the rows, chains for those with rejection acceptance."""
+        found: dict[int, RowDraft] = {}
+        for places, way in ((trees, self._tree), ([b for b in range(len(rows)) if b not in trees], self._chain)):
+            part = way(state, *([values[b] for b in places] for values in (rows, samplers, depths)))  # type: ignore[arg-type]
+            found |= zip(places, parted(part), strict=True)
+        return joined([found[b] for b in range(len(rows))], self._device)
 
     def _chain(
         self, state: Eagle3State, rows: Sequence[int], samplers: Sequence[RowSampler], depths: Sequence[int]
@@ -366,7 +333,7 @@ class Eagle3Drafter:
     ) -> Draft:
         assert self.tree_shape is not None
         top_k = self.tree_shape.top_k
-        trees = [_Growing() for _ in rows]
+        trees = [GrowingTree() for _ in rows]
         states = state.last[list(rows)][:, None]
         for row in rows:  # the anchor's pair is the root: the tree's first slot, already written
             state.cache.roll_back(row, state.cache.lengths[row] - 1)
@@ -382,7 +349,7 @@ class Eagle3Drafter:
         return Draft(tokens_BN, tuple(len(tokens) for tokens, _ in pruned), parents_BN)
 
     def _expand(
-        self, state: Eagle3State, rows: Sequence[int], trees: Sequence[_Growing], states: torch.Tensor
+        self, state: Eagle3State, rows: Sequence[int], trees: Sequence[GrowingTree], states: torch.Tensor
     ) -> torch.Tensor:
         """States behind the frontier's nodes; `states` are those behind the frontier before."""
         num_before = 1 + len(trees[0].expanded)

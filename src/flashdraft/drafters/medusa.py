@@ -24,7 +24,7 @@ from ..config_keys import MOST, Keys, short
 from ..draft_config import MOST_BLOCK
 from ..sampling import RowSampler
 from ..types import Commit, Draft, FlashdraftError
-from .drawing import draw, likeliest, padded
+from .drawing import RowDraft, draw, drawn_chain, joined, likeliest, padded
 
 if TYPE_CHECKING:
     from ..target import Target
@@ -294,7 +294,10 @@ class MedusaDrafter:
         # ids above the tokenizer's are padding of the table: no draft
         logits_BKV[..., self._num_tokens :] = -torch.inf
         if self.drafts_trees:
-            return self._tree(logits_BKV, samplers, depths)
+            parts = zip(samplers, logits_BKV, depths, strict=True)
+            return joined(
+                [self._row_tree(sampler, heads_KV[:depth]) for sampler, heads_KV, depth in parts], self._device
+            )
         drawn = [
             draw(sampler, logits_BKV[b, :depth])
             for b, (sampler, depth) in enumerate(zip(samplers, depths, strict=True))
@@ -302,14 +305,11 @@ class MedusaDrafter:
         tokens_BN = padded([tokens.tolist() for tokens, _ in drawn], self._device)
         return Draft(tokens_BN, tuple(depths), probs_NV=tuple(probs for _, probs in drawn))
 
-    def _tree(self, logits_BKV: torch.Tensor, samplers: Sequence[RowSampler], depths: Sequence[int]) -> Draft:
+    def _row_tree(self, sampler: RowSampler, logits_KV: torch.Tensor) -> RowDraft:
         """The static tree, filled with each head's best tokens; cut at the depth that is wanted."""
-        drafts = []
-        for b, (sampler, depth) in enumerate(zip(samplers, depths, strict=True)):
-            choices = [path for path in self._choices if len(path) <= depth]
-            widest = 1 + max((path[-1] for path in choices), default=0)
-            best, _ = likeliest(sampler, logits_BKV[b, :depth], widest)
-            drafts.append([best[len(path) - 1][path[-1]] for path in choices])
-        tokens_BN = padded(drafts, self._device)
-        parents = torch.tensor(self._parents[: tokens_BN.shape[1]], dtype=torch.int64)
-        return Draft(tokens_BN, tuple(map(len, drafts)), parents.expand(len(drafts), -1))
+        if sampler.rejects:
+            return drawn_chain(*draw(sampler, logits_KV[: len(self._choices)]))
+        choices = [path for path in self._choices if len(path) <= len(logits_KV)]
+        widest = 1 + max((path[-1] for path in choices), default=0)
+        best, _ = likeliest(sampler, logits_KV, widest)
+        return RowDraft([best[len(path) - 1][path[-1]] for path in choices], self._parents[: len(choices)])
