@@ -19,7 +19,7 @@ from flashdraft import cli, drafters
 from flashdraft.engine import Engine
 from flashdraft.evaluation import machine, report, tables
 from flashdraft.evaluation.bench import BenchConfig, run_bench
-from flashdraft.evaluation.records import PLAIN, Cell, Record, read_records
+from flashdraft.evaluation.records import PLAIN, Cell, Record, read_records, round_counts
 from flashdraft.evaluation.summary import slots, summarise
 from flashdraft.evaluation.tasks import read_tasks, shipped_file
 from flashdraft.settings import make_settings
@@ -243,6 +243,11 @@ def test_counts_of_slots() -> None:
     assert [(s.drafted, s.kept, s.reached) for s in found] == [(4, 3, 4), (4, 2, 3), (3, 1, 1)]
     assert found[1].survival == 0.5 and found[1].conditional == 2 / 3
     assert slots([]) == ()
+    # of a tree of nine nodes slots are its levels
+    found = slots([Round(9, 2, 3, depth=2), Round(9, 0, 1, depth=3)])
+    assert [(s.drafted, s.kept, s.reached) for s in found] == [(2, 1, 2), (2, 1, 1), (1, 0, 0)]
+    tree = record("x", 0, 1.0, rounds=(round_counts(Round(9, 2, 3, depth=2)), round_counts(Round(3, 1, 2))))
+    assert tree.rounds == ((9, 2, 3, 2), (3, 1, 2)) and [r.num_slots for r in tree.as_rounds()] == [2, 3]
 
 
 def test_ratio_is_tokens_a_second_over_plain_decoding_without_prefill() -> None:

@@ -72,7 +72,10 @@ def test_equals_plain_decoding(mode: str, name: str, dtype: str) -> None:
         made = TreeDrafter(answers(expected), kind, seed=max_rows)
         results = decode(TARGETS[name](dtype), made, PROMPTS, max_rows, max_tokens=NUM_TOKENS, **MODES[mode])
         assert [r.token_ids for r in results] == [r.token_ids for r in expected], kind
-        kept = [r.num_accepted for result in results for r in result.stats.rounds]
+        rounds = [r for result in results for r in result.stats.rounds]
+        kept = [r.num_accepted for r in rounds]
+        assert all(r.num_accepted <= r.num_slots <= r.num_drafted for r in rounds)
+        assert any(r.num_slots < r.num_drafted for r in rounds)  # the depth of a tree, not its nodes
         assert sum(kept) == 0 if kind == "wrong" else max(kept) >= 2
 
 

@@ -130,7 +130,7 @@ def run(
         _show(screen, done[-1])
     names = [drafter.name for drafter in drafters]
     _show_table(screen, done, names, repeat)
-    _show_slots(screen, [found[0] for found in done], names[0], drafters[0].max_draft_tokens)
+    _show_slots(screen, [found[0] for found in done], drafters[0])
     return all(explained(comparison, target.dtype) for found in done for comparison in found)
 
 
@@ -197,8 +197,9 @@ def _introduce(screen: Console, target: Target, drafter: Drafter) -> None:
             "help with open questions. Prompts of both kinds follow."
         )
     else:
+        tree = " in a tree" if drafter.drafts_trees else ""
         screen.print(
-            f"The draft guesses up to {count_of(drafter.max_draft_tokens, 'token')} a round. How many are kept depends "
+            f"The draft guesses up to {count_of(drafter.max_draft_tokens, 'token')} a round{tree}. How many are kept depends "
             "on the kind of text: prompts of several kinds follow, those where little is gained among them."
         )
     if shows_colour(screen):
@@ -285,8 +286,11 @@ def _ratio(comparison: Comparison) -> float | None:
     return speculative / plain if plain and speculative else None
 
 
-def _show_slots(screen: Console, done: Sequence[Comparison], name: str, num_slots: int) -> None:
+def _show_slots(screen: Console, done: Sequence[Comparison], drafter: Drafter) -> None:
     """For each prompt, in how many rounds slot k and all before it were kept: a bar and per cent each."""
+    num_slots = drafter.max_draft_tokens
+    if drafter.drafts_trees:  # which have fewer levels than tokens
+        num_slots = max((r.num_slots for found in done for r in found.speculative[-1].stats.rounds), default=0)
     shown = min(num_slots, (screen.width - 24) // 7)
     if shown < 1:
         return
@@ -301,7 +305,7 @@ def _show_slots(screen: Console, done: Sequence[Comparison], name: str, num_slot
     screen.print()
     screen.print(table)
     screen.print()
-    screen.print(f"In how many rounds, in % of those that drafted it, {name}'s slot and all before it were kept.")
+    screen.print(f"In how many rounds, in % of those that drafted it, {drafter.name}'s slot and all before it were kept.")
 
 
 def _cell(share: float, bars: bool) -> str:

@@ -246,7 +246,7 @@ class Engine:
             origins[-1] = "bonus"
             tokens = self._take(answer, proposal, origins)
             accepted = sum(token.origin == "draft" for token in tokens)
-            answer.rounds.append(Round(proposal.num_drafted, accepted, len(tokens)))
+            answer.rounds.append(Round(proposal.num_drafted, accepted, len(tokens), proposal.depth))
             kept.append(tokens)
         self.session.commit([[token.id for token in tokens] for tokens in kept])
         took = time.perf_counter() - began

@@ -29,12 +29,14 @@ class Proposal:
 
     logits_TV: the target's logits each of them was picked from (T = len(tokens)).
     slots: where in the verify pass those logits, and the tokens' features, came from; None: 0, 1, ...
+    depth: levels of the draft's tree; None for a chain.
     """
 
     tokens: tuple[int, ...]
     num_drafted: int
     logits_TV: torch.Tensor
     slots: tuple[int, ...] | None = None
+    depth: int | None = None
 
 
 # rows, features, and per row the slots that its proposal came from (None: chains)
@@ -149,12 +151,13 @@ class Session:
                     self._judge_chain(logits_TV, tokens, draft.probs_NV[b] if draft.probs_NV else None, sampler)
                 )
                 continue
-            own = sampler.choose(logits_TV, paths=paths(tokens, parents))
+            ways = paths(tokens, parents)
+            own = sampler.choose(logits_TV, paths=ways)
             verdict = accept_matching(tokens, own.tolist(), parents)
             slots = (0, *(node + 1 for node in verdict.path))
             self._check_finite(logits_TV.gather(-1, own[:, None])[list(slots)])
             kept = (*(tokens[n] for n in verdict.path), verdict.bonus)
-            proposals.append(Proposal(kept, len(tokens), logits_TV[list(slots)], slots))
+            proposals.append(Proposal(kept, len(tokens), logits_TV[list(slots)], slots, max(map(len, ways))))
         return proposals
 
     def _pick(

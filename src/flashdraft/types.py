@@ -214,11 +214,17 @@ class Token:
 @dataclass(frozen=True)
 class Round:
     """One draft + verify of one request: tokens proposed (all nodes of a tree), and tokens kept (bonus
-    not counted)."""
+    not counted). `depth`: levels of the tree; None for a chain, which has as many as tokens."""
 
     num_drafted: int
     num_accepted: int
     num_committed: int
+    depth: int | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """The most tokens that could have been kept."""
+        return self.num_drafted if self.depth is None else self.depth
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from ..settings import make_settings
 from ..target import Target
 from ..types import FlashdraftError, Request, Result, SamplingParams
 from .machine import OtherWork, environment, peak_mb
-from .records import PLAIN, Cell, Record, RecordFile, begun
+from .records import PLAIN, Cell, Record, RecordFile, begun, round_counts
 from .servers import Server, ServerSpec
 from .tasks import SHIPPED, Group, TaskPrompt, digest, groups, read_tasks
 
@@ -335,7 +335,7 @@ def _record(
         num_tokens=len(result.token_ids),
         ids_sha256=hashlib.sha256(repr(result.token_ids).encode()).hexdigest()[:16],
         finish_reason=result.finish_reason,
-        rounds=tuple((r.num_drafted, r.num_accepted, r.num_committed) for r in stats.rounds),
+        rounds=tuple(round_counts(r) for r in stats.rounds),
         prefill_seconds=round(stats.prefill_seconds, 6),
         draft_seconds=round(stats.draft_seconds, 6),
         verify_seconds=round(stats.verify_seconds, 6),

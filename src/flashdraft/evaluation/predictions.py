@@ -188,7 +188,7 @@ def trials(records: Sequence[Record], block_size: int, max_tokens: int | None = 
     """The rounds of some requests. Without `max_tokens` a draft is taken to be as long as it could be."""
     for record in records:
         have = 1  # the prefill's
-        for drafted, accepted, committed in record.rounds:
+        for drafted, accepted, committed, *_ in record.rounds:
             limit = drafted if max_tokens is None else min(block_size - 1, max(max_tokens - have - 1, 0))
             # a round that was not cut ends with the target's own token
             yield Trial(accepted, max(limit, accepted), cut=committed == accepted)

@@ -73,7 +73,7 @@ class Record:
         group: number of the requests decoded together, group_size of them.
         num_tokens: of the answer, the prefill's included.
         ids_sha256: of the answer's token ids (its text, from a server), to compare answers by.
-        rounds: (drafted, accepted, committed) of every round.
+        rounds: (drafted, accepted, committed) of every round; of a tree its depth, too.
         draft_seconds, verify_seconds: shares of the batch's wall clock while this request ran.
         decode_seconds: of the whole group, without the prefills; of a server, while at least one request
             had its first token and not yet its last.
@@ -96,7 +96,7 @@ class Record:
     num_tokens: int
     ids_sha256: str
     finish_reason: str
-    rounds: tuple[tuple[int, int, int], ...]
+    rounds: tuple[tuple[int, ...], ...]
     prefill_seconds: float | None
     draft_seconds: float | None
     verify_seconds: float | None
@@ -112,6 +112,12 @@ class Record:
 
     def as_rounds(self) -> list[Round]:
         return [Round(*counts) for counts in self.rounds]
+
+
+def round_counts(made: Round) -> tuple[int, ...]:
+    """A round as records keep it, and `Record.as_rounds` gives it back."""
+    counts = (made.num_drafted, made.num_accepted, made.num_committed)
+    return counts if made.depth is None else (*counts, made.depth)
 
 
 @dataclass(frozen=True)

@@ -126,10 +126,10 @@ _BUSY = 0.25
 
 
 def slots(rounds: Sequence[Round]) -> tuple[Slot, ...]:
-    """Counts of every drafted slot; rounds whose draft was cut shorter do not count for later slots."""
+    """Counts of every drafted slot; rounds whose draft was cut shorter (of a tree: has fewer levels) do not count for later slots."""
     found = []
-    for k in range(1, max((r.num_drafted for r in rounds), default=0) + 1):
-        able = [r for r in rounds if r.num_drafted >= k]
+    for k in range(1, max((r.num_slots for r in rounds), default=0) + 1):
+        able = [r for r in rounds if r.num_slots >= k]
         kept, reached = (sum(r.num_accepted >= n for r in able) for n in (k, k - 1))
         found.append(Slot(len(able), kept, reached))
     return tuple(found)

@@ -46,7 +46,7 @@ class RoundView:
 def rounds_of(record: Record) -> list[RoundView]:
     """The prefill's token as a round without a draft, then the rounds. Empty if the record kept no tokens,
     or not those that its rounds committed."""
-    counts = [(1, 0, 0), *((committed, drafted, accepted) for drafted, accepted, committed in record.rounds)]
+    counts = [(1, 0, 0), *((committed, drafted, accepted) for drafted, accepted, committed, *_ in record.rounds)]
     if not record.pieces or sum(n for n, _, _ in counts) != len(record.pieces):
         return []
     found, at = [], 0

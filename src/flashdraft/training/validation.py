@@ -49,7 +49,7 @@ def score_rounds(rounds: Sequence[Round], num_slots: int) -> DomainScore:
     """tau = committed tokens / rounds; survival over the rounds whose draft was that long."""
     survival = []
     for k in range(1, num_slots + 1):
-        able = [r for r in rounds if r.num_drafted >= k]
+        able = [r for r in rounds if r.num_slots >= k]
         survival.append(sum(r.num_accepted >= k for r in able) / len(able) if able else 0.0)
     tau = sum(r.num_committed for r in rounds) / len(rounds) if rounds else 0.0
     return DomainScore(tau, len(rounds), tuple(survival))
