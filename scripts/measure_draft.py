@@ -7,6 +7,7 @@ Two runs of `flashdraft bench` with the settings that a model card needs. DRAFT 
 draft that ships; DATA_DIR holds NAME.jsonl prompt files, of which --domains takes the first turns of so many
 prompts, evenly spread. Acceptance is measured greedily and at T=1 (coupled), and does not depend on --rows.
 --time decodes one prompt at a time, plainly and with the draft in turns, and leaves the prompt's pass out.
+--nodes 15 measures trees of so many nodes beside the chains.
 
 The records are FILE.acceptance.jsonl and FILE.time.jsonl (`flashdraft report` draws them): started again after
 a kill, the same command goes on. FILE.json gets the figures of both kinds that were measured so far.
@@ -36,14 +37,14 @@ from flashdraft.terminal import console
 from flashdraft.types import FlashdraftError
 
 DOMAINS = "gsm8k=100,mt_bench=80,humaneval=100,heldout_train_mix=200"
-ARM = "draft"
+ARM, TREE = "draft", "tree"
 
 Row = dict[str, Any]
 
 
 def acceptance(own: Summary, records: Sequence[Record]) -> Row:
     line: Row = {
-        "domain": own.task,
+        **_arm(own),
         "temperature": own.cell.temperature,
         "prompts": own.num_prompts,
         "tokens": sum(record.num_tokens for record in records),
@@ -60,8 +61,9 @@ def speed(own: Summary, plain: Summary, records: Sequence[Record]) -> Row:
     assert own.ratio is not None
     load = [record.load for record in records if record.load is not None]
     return {
-        "domain": own.task,
+        **_arm(own),
         "prompts": own.num_prompts,
+        "tau": round(own.tau.value, 4),
         "plain_tokens_per_second": round(plain.tokens_per_second, 2),
         "draft_tokens_per_second": round(own.tokens_per_second, 2),
         "ratio": round(own.ratio.value, 4),
@@ -69,6 +71,11 @@ def speed(own: Summary, plain: Summary, records: Sequence[Record]) -> Row:
         "equal_to_plain": _equal(own),
         "cpus_of_others": [min(load), max(load)],
     }
+
+
+def _arm(own: Summary) -> Row:
+    """The domain, and of a tree how many nodes it has."""
+    return {"domain": own.task, **({"nodes": own.cell.block_size - 1} if own.cell.arm == TREE else {})}
 
 
 def _ends(interval: Interval, own: Summary) -> list[float] | None:
@@ -94,6 +101,7 @@ def parse(argv: Sequence[str] | None) -> Any:
     parser.add_argument("--domains", help=f"default {DOMAINS}; with --time 8 prompts of each")
     parser.add_argument("--tokens", type=int, default=128, help="longest answer")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--nodes", type=int, help="measure trees of so many nodes, too")
     parser.add_argument("--rows", type=int, default=8, help="prompts decoded at a time")
     parser.add_argument("--check-plain", action="store_true", help="decode plainly too, and compare the texts")
     parser.add_argument("--time", action="store_true", help="measure the wall clock instead")
@@ -112,7 +120,10 @@ def configuration(args: Any, kind: str) -> BenchConfig:
     return BenchConfig(
         out=str(args.out.with_suffix(f".{kind}.jsonl")),
         target=args.target,
-        drafters=({"name": ARM, "draft": args.draft},),
+        drafters=(
+            {"name": ARM, "draft": args.draft},
+            *([{"name": TREE, "draft": args.draft, "options": {"nodes": args.nodes}}] if args.nodes else []),
+        ),
         plain=args.time or args.check_plain,
         tasks={name: f"{args.data / name}.jsonl:{count}" for name, count in args.counts.items()},
         prompts=None,
@@ -152,9 +163,11 @@ def figures(recorded: Recorded, args: Any) -> list[Row]:
     """A line for every temperature and domain, in the order of --domains."""
     lines = []
     order = list(args.counts)
-    summaries = sorted(summarise(recorded.records), key=lambda s: (s.cell.temperature, order.index(s.task)))
+    summaries = sorted(
+        summarise(recorded.records), key=lambda s: (s.cell.temperature, s.cell.arm == TREE, order.index(s.task))
+    )
     plain = {s.task: s for s in summaries if s.cell.arm == PLAIN}
-    for own in (s for s in summaries if s.cell.arm == ARM):
+    for own in (s for s in summaries if s.cell.arm != PLAIN):
         records = [r for r in recorded.records if r.cell == own.cell and r.task == own.task]
         lines.append(speed(own, plain[own.task], records) if args.time else acceptance(own, records))
     return lines

@@ -63,10 +63,10 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 def acceptance_table(lines: Sequence[dict[str, Any]]) -> str:
     return table(
-        ("domain", "T", "prompts", "rounds", "tau", "95 %", "survival of slots 1, 2, ... in %", "equal to plain"),
+        ("domain", "draft", "T", "prompts", "rounds", "tau", "95 %", "survival of slots 1, 2, ... in %", "equal to plain"),
         [
             (
-                a["domain"], f"{a['temperature']:g}", a["prompts"], a["rounds"], f"{a['tau']:.2f}",
+                a["domain"], _shape(a), f"{a['temperature']:g}", a["prompts"], a["rounds"], f"{a['tau']:.2f}",
                 _range(a["tau_interval"]), " ".join(f"{100 * s:.0f}" for s in a["survival"]),
                 _share(a.get("equal_to_plain")),
             )
@@ -77,16 +77,20 @@ def acceptance_table(lines: Sequence[dict[str, Any]]) -> str:
 
 def time_table(lines: Sequence[dict[str, Any]]) -> str:
     return table(
-        ("domain", "prompts", "tok/s plain", "tok/s with the draft", "ratio", "95 %", "equal to plain"),
+        ("domain", "draft", "prompts", "tau", "tok/s plain", "tok/s with the draft", "ratio", "95 %", "equal to plain"),
         [
             (
-                t["domain"], t["prompts"], f"{t['plain_tokens_per_second']:.1f}",
+                t["domain"], _shape(t), t["prompts"], f"{t['tau']:.2f}" if "tau" in t else "-", f"{t['plain_tokens_per_second']:.1f}",
                 f"{t['draft_tokens_per_second']:.1f}", f"{t['ratio']:.2f}", _range(t["ratio_interval"]),
                 _share(t["equal_to_plain"]),
             )
             for t in lines
         ],
     )  # fmt: skip
+
+
+def _shape(line: dict[str, Any]) -> str:
+    return f"tree of {line['nodes']}" if "nodes" in line else "chain"
 
 
 def _range(pair: Sequence[float] | None) -> str:

@@ -56,13 +56,14 @@ def measure(
 def test_figures_are_the_engines(
     measure: Any, data: Path, draft: Path, target: Target, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, report = measure("--check-plain")
+    code, report = measure("--check-plain", "--nodes", 9)
     assert code == 0
-    assert [(a["domain"], a["temperature"]) for a in report["acceptance"]] == [
-        ("talk", 0.0), ("maths", 0.0), ("talk", 1.0), ("maths", 1.0),
-    ]  # fmt: skip
-    drafter = make_drafter(target, draft=draft)
+    assert [(a["domain"], a["temperature"], a.get("nodes")) for a in report["acceptance"]] == [
+        (name, temperature, nodes) for temperature in (0.0, 1.0) for nodes in (None, 9) for name in ("talk", "maths")
+    ]
+    chains, trees = make_drafter(target, draft=draft), make_drafter(target, draft=draft, nodes=9)
     for line in report["acceptance"]:
+        drafter = trees if "nodes" in line else chains
         count = {"maths": 4, "talk": 2}[line["domain"]]
         name = line["domain"]
         prompts = read_tasks({name: f"{data / name}.jsonl:{count}"}, None, target)[name]
@@ -74,7 +75,7 @@ def test_figures_are_the_engines(
             [Request(prompt.token_ids, params) for prompt, params in zip(prompts, asked, strict=True)]
         )
         rounds = [r for result in results for r in result.stats.rounds]
-        score = score_rounds(rounds, drafter.max_draft_tokens)
+        score = score_rounds(rounds, max(r.num_slots for r in rounds))
         assert (line["prompts"], line["rounds"]) == (count, score.rounds)
         assert line["tokens"] == sum(len(result.token_ids) for result in results)
         assert line["tau"] == pytest.approx(score.tau, abs=1e-4)
@@ -84,7 +85,7 @@ def test_figures_are_the_engines(
         assert line["equal_to_plain"] == [count, count]
     settings = report["acceptance_settings"]
     assert settings["draft_sha256"] == hashlib.sha256((draft / "model.safetensors").read_bytes()).hexdigest()
-    assert settings["block_size"] == drafter.max_draft_tokens + 1 and settings["domains"] == {"talk": 2, "maths": 4}
+    assert settings["block_size"] == chains.max_draft_tokens + 1 and settings["domains"] == {"talk": 2, "maths": 4}
     said = capsys.readouterr().out
     heads = next(line for line in said.splitlines() if line.strip())  # not cut to eighty columns
     assert heads.split() == " ".join(h for h in tables.HEADS if h != "first token ms").split()
