@@ -176,10 +176,15 @@ def test_the_card_reads_what_is_written(measure: Any) -> None:
     """scripts/model_card.py makes its tables of these lines."""
     card = load_script("model_card")
     measure("--temperatures", 0, "--check-plain")
-    _, report = measure("--time", "--anyway", "--repeat", 1)
+    _, report = measure("--time", "--anyway", "--repeat", 1, "--nodes", 9)
     lines = card.acceptance_table(report["acceptance"]).splitlines()
-    assert len(lines) == 4 and lines[2].startswith("| talk | 0 | 2 | ") and lines[2].endswith("| 2 of 2 |")
-    assert card.time_table(report["time"]).splitlines()[3].startswith("| maths | 4 | ")
+    assert len(lines) == 4 and lines[2].startswith("| talk | chain | 0 | 2 | ") and lines[2].endswith("| 2 of 2 |")
+    lines = card.time_table(report["time"]).splitlines()
+    assert (
+        len(lines) == 6
+        and lines[3].startswith("| maths | chain | 4 | ")
+        and lines[4].startswith("| talk | tree of 9 |")
+    )
 
 
 def test_it_is_a_script(script: ModuleType) -> None:
