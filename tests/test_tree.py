@@ -10,7 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashdraft.tree import ancestor_mask, best_first, chain, check, depths, parents_of, path_to
+from flashdraft.tree import (
+    ancestor_mask,
+    best_first,
+    chain,
+    check,
+    depths,
+    hang,
+    parents_of,
+    path_to,
+    paths,
+    spine_first,
+)
 from flashdraft.types import FlashdraftError
 
 
@@ -77,3 +88,32 @@ def test_best_first_with_nothing_to_take() -> None:
     assert best_first([], 4) == [] and parents_of([]) == []
     assert best_first([[-math.inf, -math.inf], [0.0]], 4) == []
     assert len(best_first([[math.nan, math.nan], [math.nan]], 4)) <= 4  # a broken draft ends as well
+
+
+@settings(max_examples=80, deadline=None)
+@given(trees())
+def test_the_spine_comes_first_in_the_same_tree(parents: list[int]) -> None:
+    tokens = list(range(10, 10 + len(parents)))
+    moved, order = spine_first(tokens, parents)
+    check(order)
+    assert sorted(paths(moved, order)) == sorted(paths(tokens, parents))
+    spine = 0
+    while spine < len(order) and order[spine] == spine - 1:
+        spine += 1
+    assert all(parent != spine - 1 for parent in order[spine:])  # it goes down to a leaf
+    at = -1
+    for token in moved[:spine]:  # by first children
+        first = parents.index(at)
+        assert token == tokens[first]
+        at = first
+
+
+@settings(max_examples=40, deadline=None)
+@given(trees(), st.integers(0, 4))
+def test_a_tree_at_the_end_of_a_chain(parents: list[int], length: int) -> None:
+    hung = hang(parents, length)
+    assert hung[:length] == chain(length)
+    assert depths(hung)[length:] == [length + depth for depth in depths(parents)]
+    assert [path_to(hung, node + length)[length:] for node in range(len(parents))] == [
+        tuple(n + length for n in path_to(parents, node)) for node in range(len(parents))
+    ]

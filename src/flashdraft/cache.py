@@ -73,18 +73,6 @@ class KVCache:
         assert num_tokens >= 0 and self.lengths[row] + num_tokens <= self.slots
         self.lengths[row] += num_tokens
 
-    def keep_path(self, row: int, slots: Sequence[int]) -> None:
-        """Make written slots final that lie apart: the entries at `slots`, counted from the row's
-        length and rising, are moved to be the next ones. For the accepted path of a draft tree."""
-        first, count = self.lengths[row], len(slots)
-        if list(slots) != list(range(count)):
-            index = torch.tensor(slots, dtype=torch.int64) + first
-            with torch.inference_mode():  # the stores were made in it
-                for store in (store for pair in self._layers.values() for store in pair):
-                    # indexing copies: source and destination may overlap
-                    store[row, :, first : first + count] = store[row, :, index.to(store.device)]
-        self.keep(row, count)
-
     def roll_back(self, row: int, length: int) -> None:
         """Forget everything of a row from slot `length` on."""
         assert 0 <= length <= self.lengths[row]

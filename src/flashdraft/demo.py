@@ -305,7 +305,9 @@ def _show_slots(screen: Console, done: Sequence[Comparison], drafter: Drafter) -
     screen.print()
     screen.print(table)
     screen.print()
-    screen.print(f"In how many rounds, in % of those that drafted it, {drafter.name}'s slot and all before it were kept.")
+    screen.print(
+        f"In how many rounds, in % of those that drafted it, {drafter.name}'s slot and all before it were kept."
+    )
 
 
 def _cell(share: float, bars: bool) -> str:

@@ -230,7 +230,10 @@ class Engine:
     def _best_row(self, prompt: Sequence[int]) -> tuple[int, int]:
         """The free row that shares most with the prompt, and how many tokens; among equals the one
         whose old sequence is shortest, so that long conversations stay."""
-        shared = {row: _common_prefix(self.session.tokens[row], prompt) if self._reuse else 0 for row in self._free}
+        shared = dict.fromkeys(self._free, 0)
+        if self._reuse:
+            for row in self._free:
+                shared[row] = _common_prefix(self.session.tokens[row][: self.session.num_cached(row) + 1], prompt)
         row = max(self._free, key=lambda r: (shared[r], -len(self.session.tokens[r])))
         return row, shared[row]
 

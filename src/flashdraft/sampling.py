@@ -11,6 +11,7 @@ text does not depend on how many tokens a round tried, on the drafter, or on the
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -219,6 +220,14 @@ class RowSampler:
             for t, ahead in enumerate(range(len(scores)) if paths is None else map(len, paths)):
                 scores[t] += self.noise(self.next_position + ahead)
         return scores.argmax(-1)
+
+    def lead(self, logits_V: torch.Tensor, path: Sequence[int]) -> float:
+        """By how much, in logits, the chosen token behind `path` leads the next one."""
+        scores = self.scores(logits_V[None], paths=[path])[0]
+        if not self.greedy:
+            scores += self.noise(self.next_position + len(path))
+        best = scores.topk(min(2, len(scores))).values
+        return float(best[0] - best[-1]) * (self.params.temperature or 1.0) if len(best) > 1 else math.inf
 
     def noise(self, position: int) -> torch.Tensor:
         """Noise [V] of a position; kept for the round, since drafter and target use the same."""

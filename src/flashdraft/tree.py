@@ -65,6 +65,23 @@ def path_to(parents: Sequence[int], node: int) -> tuple[int, ...]:
     return tuple(reversed(path))
 
 
+def spine_first(tokens: Sequence[int], parents: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The same tree with its spine, each node's first child from the anchor down, as nodes 0, 1, 2, ..."""
+    spine: list[int] = []
+    for node, parent in enumerate(parents):
+        if parent == (spine[-1] if spine else -1):
+            spine.append(node)
+    order = spine + [node for node in range(len(parents)) if node not in set(spine)]
+    place = {node: i for i, node in enumerate(order)} | {-1: -1}
+    return [tokens[node] for node in order], [place[parents[node]] for node in order]
+
+
+def hang(parents: Sequence[int], length: int) -> list[int]:
+    """A tree at the end of a chain: parents of `length` nodes and the tree's, where the chain's end is what the
+    tree's root was."""
+    return [*chain(length), *(parent + length for parent in parents)]
+
+
 def best_first(logprobs: Sequence[Sequence[float]], nodes: int) -> list[tuple[int, ...]]:
     """The `nodes` likeliest paths where places do not know each other: a path's chance is the product over its places.
 

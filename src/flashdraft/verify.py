@@ -8,20 +8,27 @@ max(0, p - q) (Leviathan et al., arXiv 2211.17192, section 2.3; Chen et al., arX
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from .types import Verdict
 
 
-def accept_matching(draft: Sequence[int], own_tokens: Sequence[int], parents: Sequence[int] | None = None) -> Verdict:
+def accept_matching(
+    draft: Sequence[int],
+    own_tokens: Sequence[int],
+    parents: Sequence[int] | None = None,
+    reliable: Callable[[int], bool] = lambda node: True,
+) -> Verdict:
     """Walk the draft as long as the target agrees.
 
     Args:
         draft: N drafted tokens.
         own_tokens: N + 1 tokens the target picks: after the anchor, then after each node.
         parents: the tree (see tree.py); None is a chain. Among equal siblings the first is taken.
+        reliable: of a node of a tree, whether the token that the target picks behind it counts; where not, the
+            walk ends with the node's own token.
     """
     path: list[int] = []
     if parents is None:
@@ -32,7 +39,7 @@ def accept_matching(draft: Sequence[int], own_tokens: Sequence[int], parents: Se
     while True:
         wanted = own_tokens[at + 1]
         child = next((n for n, parent in enumerate(parents) if parent == at and draft[n] == wanted), None)
-        if child is None:
+        if child is None or not reliable(child):
             return Verdict(tuple(path), wanted)
         path.append(child)
         at = child
