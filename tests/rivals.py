@@ -18,6 +18,7 @@ from flashdraft.drafters.draft_model import DraftModelDrafter
 from flashdraft.drafters.dynamic_tree import TreeShape
 from flashdraft.drafters.eagle3 import Eagle3Drafter, Eagle3Network
 from flashdraft.drafters.eagle3_folder import Eagle3Config
+from flashdraft.drafters.lookup_branch import LookupBranchDrafter
 from flashdraft.drafters.medusa import MedusaConfig, MedusaDrafter, MedusaNetwork
 from flashdraft.sampling import RowSampler
 from flashdraft.target import Target
@@ -257,6 +258,11 @@ def several_passes(passes: int, family: str, dtype: str, block_size: int) -> DFl
     network = copy.copy(trained_network(family, dtype))
     network.config = dataclasses.replace(network.config, autoregressive=not passes)
     return DFlashDrafter(network, tiny_target(family, dtype), block_size, passes=passes or 1)
+
+
+def dflash_lookup(family: str, dtype: str, block_size: int) -> LookupBranchDrafter:
+    """A tree, of which up to four nodes are a branch that prompt lookup finds."""
+    return LookupBranchDrafter(dflash_tree(family, dtype, max(block_size, 2)), 4, torch.device("cpu"))
 
 
 def dflash_tree(family: str, dtype: str, block_size: int, nodes: int = 12) -> DFlashDrafter:

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,7 +91,7 @@ OPTIONS: dict[str, list[list[str]]] = {
     "medusa": [[], ["tree=false"], ["nodes=6"]],
     "eagle3": [[], ["tree=true"], ["top_k=2", "nodes=5"]],
     "draft_model": [[]],
-    "dflash": [["passes=2"]],
+    "dflash": [[], ["tree=true"], ["nodes=6"], ["passes=2"]],
 }
 
 
@@ -121,10 +122,51 @@ def test_a_folder_says_its_method_and_options_arrive(
             "medusa": [("medusa", True, 5), ("medusa", False, 3), ("medusa", True, 6)],
             "eagle3": [("eagle3", False, 3), ("eagle3", True, 32), ("eagle3", True, 5)],
             "draft_model": [("draft_model", False, 3)],
-            "dflash": [("dflash", False, 3)],
+            "dflash": [("dflash", False, 3), ("dflash", True, 15), ("dflash", True, 6), ("dflash", False, 3)],
         }[method]
     )
     assert getattr(seen[-1], "passes", 2) == 2
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_half_precision_is_decoded_with_trees(
+    command: str, call: Call, draft: Path, rival_drafts: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request at a time, unless something else is asked for; other methods have defaults of their own."""
+    seen: list[Any] = []
+    made = Engine.__init__
+
+    def noted(self: Engine, target: Target, drafter: Any, **more: Any) -> None:
+        seen.append((drafter.name, drafter.drafts_trees, drafter.max_draft_tokens))
+        made(self, target, drafter, **more)
+
+    monkeypatch.setattr(Engine, "__init__", noted)
+    prompt = [PROMPT] if command == "generate" else []
+    for folder, *options in (
+        (draft, "--dtype", "bfloat16"),
+        (draft, "--dtype", "bfloat16", "--block-size", 3),
+        (draft, "--dtype", "bfloat16", "--drafter-option", "tree=false"),
+        (draft, "--dtype", "bfloat16", "--drafter-option", "passes=2"),
+        (draft, "--dtype", "float32"),
+        (rival_drafts["eagle3"], "--dtype", "bfloat16"),
+    ):
+        stdin = "" if prompt else PROMPT
+        done = call(command, *prompt, "--draft", folder, "--max-tokens", 4, *options, stdin=stdin)
+        assert done.code == 0, done.err
+    chain = ("dflash", False, 7)
+    assert seen == [("dflash", True, 15), ("dflash", True, 15), chain, chain, chain, ("eagle3", False, 5)]
+
+
+def test_the_usual_options_leave_other_drafts_alone(draft: Path, rival_drafts: dict[str, Path], tmp_path: Path) -> None:
+    half: Any = SimpleNamespace(dtype=torch.bfloat16)
+    assert drafters.usual_options("dflash", draft, half) == {"tree": True}
+    assert drafters.usual_options("none", None, half) == {}
+    assert drafters.usual_options("medusa", rival_drafts["medusa"], half) == {}
+    assert drafters.usual_options("dflash", draft, SimpleNamespace(dtype=torch.float32)) == {}  # type: ignore[arg-type]
+    raw = json.loads((draft / "config.json").read_text())
+    raw["dflash_config"] |= {"autoregressive": True}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert drafters.usual_options("dflash", tmp_path, half) == {}  # one pass a token: no distributions to combine
 
 
 def test_the_targets_own_folder_is_no_draft(call: Call, folder: Path) -> None:

@@ -28,6 +28,7 @@ DRAFTERS: dict[str, Callable[[str, str, int], Drafter]] = {
     "eagle3": rivals.eagle3,
     "medusa-tree": functools.partial(rivals.medusa, tree=True),
     "dflash-tree": rivals.dflash_tree,
+    "dflash-lookup": rivals.dflash_lookup,
     "dflash-passes2": functools.partial(rivals.several_passes, 2),
     "dflash-passes4": functools.partial(rivals.several_passes, 4),
     "dflash-left": functools.partial(rivals.several_passes, 0),

@@ -157,6 +157,7 @@ def test_the_best_block_and_when_plain_decoding_is_better() -> None:
     assert [f.speedup for f in found] == pytest.approx([18 / 13, 23 / 14, 25 / 15, 25.5 / 16])
     top = planner.best(found)
     assert top is not None and top.block_size == 4 and "Take a block of 4: 2.50 tokens" in planner.advice(found)
+    assert "Take a tree of 3 nodes: 2.50 tokens" in planner.advice(found, tree=True)
     found = planner.forecasts((0.1, 0.05, 0, 0), CostTable(tuple(points)), "x")
     assert planner.best(found) is None and "Plain decoding is better" in planner.advice(found)
     found = planner.forecasts((0.31, 0, 0, 0), CostTable(tuple(points)), "x")

@@ -54,8 +54,8 @@ BUGS = [
     Bug(
         "stale cache: the whole block stays",
         "session.py",
-        "            self.cache.keep(row, len(tokens))\n            self.tokens",
-        "            self.cache.keep(row, len(self._blocks[row]))\n            self.tokens",
+        "self.cache.keep(row, first + in_place)",
+        "self.cache.keep(row, first + len(self._blocks[row]))",
     ),
     Bug(
         "no residual after a refusal",
@@ -96,8 +96,8 @@ BUGS = [
     Bug(
         "penalties count rejected tokens",
         "session.py",
-        "            sampler.commit(tokens)\n        features",
-        "            sampler.commit([*tokens, *self._blocks[row][len(tokens) :]])\n        features",
+        "            sampler.commit(tokens)\n",
+        "            sampler.commit([*tokens, *self._blocks[row][len(tokens) :]])\n",
         LOSSLESS,
         "dflash-penalties-llama-float64",
     ),
@@ -312,7 +312,7 @@ BUGS = [
     ),
     Bug(
         "EAGLE-2: nodes are ranked by their own probability",
-        "drafters/eagle3.py",
+        "drafters/dynamic_tree.py",
         "self.scores.append(so_far + value)",
         "self.scores.append(value + 0 * so_far)",
         "test_rivals.py",
@@ -452,9 +452,9 @@ def plant(bug: Bug, folder: Path) -> None:
     text = text.replace(bug.old, bug.new)
     if "self._blocks" in bug.new:  # a bug that needs to know the block of the round
         text = text.replace(
-            "        if trees is None:\n            proposals",
+            "        proposals = []\n        for b, (sampler",
             "        self._blocks = {r: [0, *d] for r, d in zip(rows, drafted, strict=True)}\n"
-            "        if trees is None:\n            proposals",
+            "        proposals = []\n        for b, (sampler",
         )
     file.write_text(text)
 

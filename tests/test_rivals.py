@@ -20,11 +20,12 @@ from flashdraft.drafters.drawing import likeliest
 from flashdraft.drafters.dynamic_tree import TreeShape
 from flashdraft.drafters.eagle3 import Eagle3Network
 from flashdraft.drafters.medusa import MedusaDrafter, static_tree
+from flashdraft.drafters.ngram import NGramDrafter
 from flashdraft.engine import Engine
 from flashdraft.sampling import RowSampler
 from flashdraft.target import Target
 from flashdraft.tree import chain, paths
-from flashdraft.types import FlashdraftError, Request, SamplingParams
+from flashdraft.types import Commit, FlashdraftError, Request, SamplingParams
 from rivals import CHOICES, EAGLE_IDS, LAYERS, TREE, Recorder
 
 Vector = torch.Tensor
@@ -360,6 +361,35 @@ def test_a_tree_may_be_as_small_as_its_chain_and_needs_one_pass() -> None:
             DFlashDrafter(made, target, passes=passes, nodes=8)
 
 
+def test_a_lookup_is_one_more_branch_of_the_tree() -> None:
+    """Each draft is the tree's, with the path that an n-gram drafter proposes in it; as many of the tree's own nodes
+    stay, the likeliest ones, as there is room for."""
+    watched, inner = Recorder(rivals.dflash_lookup("llama", "float64", 6)), rivals.dflash_tree("llama", "float64", 6)
+    # long enough for the answers to repeat themselves
+    decode(tiny_target(), watched, PROMPTS[:3], 3, max_tokens=70, ignore_eos=True)
+    branches = 0
+    for (tokens, drafted, parents, *_), limit in list(zip(watched.rounds, watched.limits, strict=True))[::3]:
+        alone = Recorder(inner)
+        Engine(tiny_target(), alone, reuse_prefix=False).run(
+            [Request(tokens[:-1], SamplingParams(max_tokens=2 + limit))]
+        )
+        assert alone.rounds[0][0] == tokens
+        own = [way for way in paths(alone.rounds[0][1], alone.rounds[0][2] or []) if way]
+        lookup = NGramDrafter(5)
+        state = lookup.open(1, 64)
+        lookup.reset(state, 0, 0, tokens[0])
+        lookup.observe(state, Commit((0,), (tuple(tokens[1:]),), None))
+        found = lookup.propose(state, [0], [], [limit]).tokens_BN[0].tolist()
+        wanted = {tuple(found[: n + 1]) for n in range(len(found))}
+        ways = {way for way in paths(drafted, parents or []) if way}
+        assert wanted <= ways and len(drafted) == len(ways) <= 12
+        kept = [way for way in own if way in ways - wanted]
+        assert kept == [way for way in own[: own.index(kept[-1]) + 1] if way not in wanted] if kept else True
+        assert len(ways) == min(12, len(wanted | set(own)))
+        branches += bool(wanted - set(own))
+    assert branches > 2
+
+
 @pytest.mark.parametrize("context", ["fused", "none"])
 def test_own_context_equals_one_pass_over_everything(context: str) -> None:
     """Context and block in one pass without a cache: features at the input only, or none at all."""
@@ -383,6 +413,7 @@ MADE = {
     "medusa-tree": lambda: rivals.medusa("llama", "float64", 5, tree=True),
     "eagle3-tree": lambda: rivals.eagle3("llama", "float64", 4, TREE),
     "dflash-tree": lambda: rivals.dflash_tree("llama", "float64", 6),
+    "dflash-lookup": lambda: rivals.dflash_lookup("llama", "float64", 6),
     "passes": lambda: rivals.several_passes(2, "llama", "float64", 6),
     "fused": lambda: rivals.own_context("fused", "llama", "float64", 6),
     "none": lambda: rivals.own_context("none", "llama", "float64", 6),
@@ -488,7 +519,7 @@ def logits_by_hand(name: str, tokens: list[int], drafted: list[int], n: int) -> 
         (
             "dflash",
             {"block_size": 4},
-            "the drafter dflash has no option 'block_size'; it has passes, tree, nodes, a block size.",
+            "the drafter dflash has no option 'block_size'; it has passes, tree, nodes, ngram, a block size.",
         ),
         ("draft_model", {"passes": 2}, "the drafter draft_model has no option 'passes'; it has a block size."),
         ("medusa", {"top_k": 2}, "the drafter medusa has no option 'top_k'; it has tree, nodes, a block size."),

@@ -179,9 +179,9 @@ def _open(ctx: typer.Context) -> tuple[Target, Drafter]:
             own = drafter_options(name, own)
     target = load_target(options["target"], options["dtype"], options["device"], options["threads"])
 
-    from .drafters import make_drafter
+    from .drafters import make_drafter, usual_options
 
-    made = make_drafter(target, name, draft, block_size, **own)
+    made = make_drafter(target, name, draft, block_size, **(own or usual_options(name or "none", draft, target)))
     if folder is not None:
         from .checkpoint import draft_warning, read_training, target_warning
         from .text import template_warning

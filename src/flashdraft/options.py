@@ -51,7 +51,7 @@ DrafterOptions = Annotated[
     list[str] | None,
     _model(
         "--drafter-option", metavar="KEY=VALUE", show_default=False,
-        help="May be repeated. ngram: max_ngram, min_ngram; dflash: tree, nodes, passes; medusa: tree, nodes; eagle3: tree, top_k, nodes.",
+        help="May be repeated. ngram: max_ngram, min_ngram; dflash: passes, tree, nodes, ngram; medusa: tree, nodes; eagle3: tree, top_k, nodes.",
     ),
 ]  # fmt: skip
 BlockSize = Annotated[

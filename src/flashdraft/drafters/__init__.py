@@ -105,24 +105,28 @@ def _ngram(
     return NGramDrafter(8 if block_size is None else block_size, max_ngram, min_ngram)
 
 
-# of a DFlash tree, unless said otherwise: what a CPU verifies for little more than a chain
-_TREE_NODES = 16
+# of a DFlash tree, unless said otherwise: with the anchor a tile of 16 rows, which costs little more than a chain
+_TREE_NODES = 15
 
 
 def _dflash(
     target: Target, draft: str | Path, block_size: int | None, *,
-    passes: int = 1, tree: bool | None = None, nodes: int | None = None,
+    passes: int = 1, tree: bool | None = None, nodes: int | None = None, ngram: int | None = None,
 ) -> Drafter:  # fmt: skip
     """passes: of the network over a block, the most confident slots first; the paper uses one. tree: the `nodes`
-    likeliest paths through the slots of one pass (16), block_size - 1 levels. None: if nodes is given."""
+    likeliest paths through the slots of one pass (15), block_size - 1 levels; None: if its shape is given. ngram: of
+    the nodes, how many may go to a branch that prompt lookup finds."""
     from .. import checkpoint
     from .dflash import DFlashDrafter
     from .dflash_ablations import OwnContextDrafter
+    from .lookup_branch import LookupBranchDrafter
 
     folder = locate_draft(draft)
     kind = DFlashDrafter if checkpoint.read(folder)[0].context == "injected" else OwnContextDrafter
-    wanted = _wants_tree(tree, {} if nodes is None else {"nodes": nodes})
-    return kind.load(folder, target, block_size, passes, (nodes or _TREE_NODES) if wanted else None)
+    shape = {key: value for key, value in {"nodes": nodes, "ngram": ngram}.items() if value is not None}
+    wanted = _wants_tree(tree, shape)
+    made = kind.load(folder, target, block_size, passes, (nodes or _TREE_NODES) if wanted else None)
+    return made if ngram is None or not made.drafts_trees else LookupBranchDrafter(made, ngram, target.device)
 
 
 def _draft_model(target: Target, draft: str | Path, block_size: int | None) -> Drafter:
@@ -237,6 +241,17 @@ def drafter_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
             has = [*known, *(["a block size"] if name != "none" else [])]
             raise FlashdraftError(f"the drafter {name} has no option {key!r}; it has {', '.join(has) or 'none'}.")
     return {key: convert(value, known[key], key) for key, value in options.items()}
+
+
+def usual_options(name: str, draft: str | Path | None, target: Target) -> dict[str, Any]:
+    """The options that one request at a time is decoded fastest with, where nothing else was chosen: DFlash's tree,
+    for targets in half precision. There a pass over 16 tokens costs little more than one over six, which may not be
+    so in float32 on a CPU, nor for many requests at a time."""
+    if name != "dflash" or draft is None or target.dtype.itemsize > 2:
+        return {}
+    method = read_json(locate_draft(draft) / CONFIG).get("dflash_config")
+    fills_one_by_one = isinstance(method, dict) and method.get("autoregressive")
+    return {} if fills_one_by_one else {"tree": True}
 
 
 def make_drafter(

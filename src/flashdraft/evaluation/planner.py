@@ -218,22 +218,24 @@ def best(found: Sequence[Forecast]) -> Forecast | None:
     return top if top is not None and top.speedup > 1 else None
 
 
-def advice(found: Sequence[Forecast]) -> str:
-    """The recommendation, in a sentence."""
+def advice(found: Sequence[Forecast], *, tree: bool = False) -> str:
+    """The recommendation, in a sentence; of a tree its anchor counts into the block, too."""
+
+    def named(block_size: int) -> str:
+        return f"tree of {block_size - 1} nodes" if tree else f"block of {block_size}"
+
     if not found:
         return "No prediction: no times of plain decoding and of this arm with so many rows."
     top = best(found)
     if top is None:
         nearest = max(found, key=lambda f: f.speedup)
         return (
-            f"Plain decoding is better: the best block, {nearest.block_size}, makes {nearest.tokens:.2f} tokens a "
+            f"Plain decoding is better: the best, a {named(nearest.block_size)}, makes {nearest.tokens:.2f} tokens a "
             f"round, and its round takes {nearest.tokens / nearest.speedup:.2f} times as long as a plain one."
         )
     if top.speedup < WORTH:
-        return f"Hardly worth it: a block of {top.block_size} gives {top.speedup:.2f} times plain decoding's speed."
-    return (
-        f"Take a block of {top.block_size}: {top.tokens:.2f} tokens a round, {top.speedup:.2f} times as fast as plain."
-    )
+        return f"Hardly worth it: a {named(top.block_size)} gives {top.speedup:.2f} times plain decoding's speed."
+    return f"Take a {named(top.block_size)}: {top.tokens:.2f} tokens a round, {top.speedup:.2f} times as fast as plain."
 
 
 def break_even(cost: RoundCost, plain: RoundCost) -> float:

@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def advice(self) -> str:
-        return advice([line.forecast for line in self.lines])
+        return advice([line.forecast for line in self.lines], tree=self.way.tree)
 
 
 def plans(recorded: Recorded, costs: CostTable | None = None) -> list[Plan]:
