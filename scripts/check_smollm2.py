@@ -4,7 +4,7 @@
 
 DATA is a folder of JSONL prompt files (fields `turns` or `prompt`; the project's shared/data/eval).
 Decodes plainly, and with n-gram drafting (ngram), a DFlash network of random weights and block 8 (random), and the
-draft that ships, as chains (chain) and as trees of 15 nodes (tree); and compares token by token. In float32 all must
+draft that ships, as chains (chain) and as trees of 12 nodes with a branch of lookup (tree); and compares token by token. In float32 all must
 be equal, and the script exits with 1 if they are not. In bfloat16 the width of a pass can decide how it is rounded
 (on a CPU above some 32 tokens, all requests of a pass counted), so that a near-tie falls the other way: every
 such place is listed with the gap between the two best logits.
@@ -70,7 +70,7 @@ ARMS: dict[str, Callable[[Target], Drafter]] = {
     "ngram": lambda target: NGramDrafter(8),
     "random": random_dflash,
     "chain": lambda target: make_drafter(target, draft="smollm2"),
-    "tree": lambda target: make_drafter(target, draft="smollm2", tree=True),
+    "tree": lambda target: make_drafter(target, draft="smollm2", tree=True, ngram=6),
 }
 
 

@@ -7,7 +7,7 @@ Two runs of `flashdraft bench` with the settings that a model card needs. DRAFT 
 draft that ships; DATA_DIR holds NAME.jsonl prompt files, of which --domains takes the first turns of so many
 prompts, evenly spread. Acceptance is measured greedily and at T=1 (coupled), and does not depend on --rows.
 --time decodes one prompt at a time, plainly and with the draft in turns, and leaves the prompt's pass out.
---nodes 15 measures trees of so many nodes beside the chains.
+--tree nodes=12 ngram=6 measures drafts with these options beside the chains.
 
 The records are FILE.acceptance.jsonl and FILE.time.jsonl (`flashdraft report` draws them): started again after
 a kill, the same command goes on. FILE.json gets the figures of both kinds that were measured so far.
@@ -32,12 +32,13 @@ from flashdraft.evaluation.records import PLAIN, Record, Recorded, read_records
 from flashdraft.evaluation.summary import Interval, Summary, summarise
 from flashdraft.evaluation.tables import Counter, show_summaries
 from flashdraft.locate import locate_draft
+from flashdraft.settings import read_overrides
 from flashdraft.target import Target
 from flashdraft.terminal import console
 from flashdraft.types import FlashdraftError
 
 DOMAINS = "gsm8k=100,mt_bench=80,humaneval=100,heldout_train_mix=200"
-ARM, TREE = "draft", "tree"
+ARM = "draft"
 
 Row = dict[str, Any]
 
@@ -74,8 +75,8 @@ def speed(own: Summary, plain: Summary, records: Sequence[Record]) -> Row:
 
 
 def _arm(own: Summary) -> Row:
-    """The domain, and of a tree how many nodes it has."""
-    return {"domain": own.task, **({"nodes": own.cell.block_size - 1} if own.cell.arm == TREE else {})}
+    """The domain, and of a tree what it was asked for: its arm is called so."""
+    return {"domain": own.task, **({"options": own.cell.arm} if own.cell.arm != ARM else {})}
 
 
 def _ends(interval: Interval, own: Summary) -> list[float] | None:
@@ -101,7 +102,7 @@ def parse(argv: Sequence[str] | None) -> Any:
     parser.add_argument("--domains", help=f"default {DOMAINS}; with --time 8 prompts of each")
     parser.add_argument("--tokens", type=int, default=128, help="longest answer")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--nodes", type=int, help="measure trees of so many nodes, too")
+    parser.add_argument("--tree", nargs="+", metavar="KEY=VALUE", default=[], help="options of trees to measure, too")
     parser.add_argument("--rows", type=int, default=8, help="prompts decoded at a time")
     parser.add_argument("--check-plain", action="store_true", help="decode plainly too, and compare the texts")
     parser.add_argument("--time", action="store_true", help="measure the wall clock instead")
@@ -117,12 +118,13 @@ def parse(argv: Sequence[str] | None) -> Any:
 
 
 def configuration(args: Any, kind: str) -> BenchConfig:
+    own = read_overrides(args.tree, "--tree")
     return BenchConfig(
         out=str(args.out.with_suffix(f".{kind}.jsonl")),
         target=args.target,
         drafters=(
             {"name": ARM, "draft": args.draft},
-            *([{"name": TREE, "draft": args.draft, "options": {"nodes": args.nodes}}] if args.nodes else []),
+            *([{"name": " ".join(args.tree), "draft": args.draft, "options": own}] if own else []),
         ),
         plain=args.time or args.check_plain,
         tasks={name: f"{args.data / name}.jsonl:{count}" for name, count in args.counts.items()},
@@ -164,7 +166,7 @@ def figures(recorded: Recorded, args: Any) -> list[Row]:
     lines = []
     order = list(args.counts)
     summaries = sorted(
-        summarise(recorded.records), key=lambda s: (s.cell.temperature, s.cell.arm == TREE, order.index(s.task))
+        summarise(recorded.records), key=lambda s: (s.cell.temperature, s.cell.arm != ARM, order.index(s.task))
     )
     plain = {s.task: s for s in summaries if s.cell.arm == PLAIN}
     for own in (s for s in summaries if s.cell.arm != PLAIN):

@@ -90,7 +90,7 @@ def time_table(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def _shape(line: dict[str, Any]) -> str:
-    return f"tree of {line['nodes']}" if "nodes" in line else "chain"
+    return f"tree, {line['options']}" if "options" in line else "chain"
 
 
 def _range(pair: Sequence[float] | None) -> str:

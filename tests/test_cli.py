@@ -122,7 +122,7 @@ def test_a_folder_says_its_method_and_options_arrive(
             "medusa": [("medusa", True, 5), ("medusa", False, 3), ("medusa", True, 6)],
             "eagle3": [("eagle3", False, 3), ("eagle3", True, 32), ("eagle3", True, 5)],
             "draft_model": [("draft_model", False, 3)],
-            "dflash": [("dflash", False, 3), ("dflash", True, 15), ("dflash", True, 6), ("dflash", False, 3)],
+            "dflash": [("dflash", False, 3), ("dflash", True, 12), ("dflash", True, 6), ("dflash", False, 3)],
         }[method]
     )
     assert getattr(seen[-1], "passes", 2) == 2
@@ -154,12 +154,12 @@ def test_half_precision_is_decoded_with_trees(
         done = call(command, *prompt, "--draft", folder, "--max-tokens", 4, *options, stdin=stdin)
         assert done.code == 0, done.err
     chain = ("dflash", False, 7)
-    assert seen == [("dflash", True, 15), ("dflash", True, 15), chain, chain, chain, ("eagle3", False, 5)]
+    assert seen == [("dflash", True, 12), ("dflash", True, 12), chain, chain, chain, ("eagle3", False, 5)]
 
 
 def test_the_usual_options_leave_other_drafts_alone(draft: Path, rival_drafts: dict[str, Path], tmp_path: Path) -> None:
     half: Any = SimpleNamespace(dtype=torch.bfloat16)
-    assert drafters.usual_options("dflash", draft, half) == {"tree": True}
+    assert drafters.usual_options("dflash", draft, half) == {"tree": True, "ngram": 6}
     assert drafters.usual_options("none", None, half) == {}
     assert drafters.usual_options("medusa", rival_drafts["medusa"], half) == {}
     assert drafters.usual_options("dflash", draft, SimpleNamespace(dtype=torch.float32)) == {}  # type: ignore[arg-type]

@@ -56,14 +56,17 @@ def measure(
 def test_figures_are_the_engines(
     measure: Any, data: Path, draft: Path, target: Target, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, report = measure("--check-plain", "--nodes", 9)
+    code, report = measure("--check-plain", "--tree", "nodes=9", "ngram=3")
     assert code == 0
-    assert [(a["domain"], a["temperature"], a.get("nodes")) for a in report["acceptance"]] == [
-        (name, temperature, nodes) for temperature in (0.0, 1.0) for nodes in (None, 9) for name in ("talk", "maths")
+    assert [(a["domain"], a["temperature"], a.get("options")) for a in report["acceptance"]] == [
+        (name, temperature, tree)
+        for temperature in (0.0, 1.0)
+        for tree in (None, "nodes=9 ngram=3")
+        for name in ("talk", "maths")
     ]
-    chains, trees = make_drafter(target, draft=draft), make_drafter(target, draft=draft, nodes=9)
+    chains, trees = make_drafter(target, draft=draft), make_drafter(target, draft=draft, nodes=9, ngram=3)
     for line in report["acceptance"]:
-        drafter = trees if "nodes" in line else chains
+        drafter = trees if "options" in line else chains
         count = {"maths": 4, "talk": 2}[line["domain"]]
         name = line["domain"]
         prompts = read_tasks({name: f"{data / name}.jsonl:{count}"}, None, target)[name]
@@ -176,14 +179,14 @@ def test_the_card_reads_what_is_written(measure: Any) -> None:
     """scripts/model_card.py makes its tables of these lines."""
     card = load_script("model_card")
     measure("--temperatures", 0, "--check-plain")
-    _, report = measure("--time", "--anyway", "--repeat", 1, "--nodes", 9)
+    _, report = measure("--time", "--anyway", "--repeat", 1, "--tree", "nodes=9")
     lines = card.acceptance_table(report["acceptance"]).splitlines()
     assert len(lines) == 4 and lines[2].startswith("| talk | chain | 0 | 2 | ") and lines[2].endswith("| 2 of 2 |")
     lines = card.time_table(report["time"]).splitlines()
     assert (
         len(lines) == 6
         and lines[3].startswith("| maths | chain | 4 | ")
-        and lines[4].startswith("| talk | tree of 9 |")
+        and lines[4].startswith("| talk | tree, nodes=9 |")
     )
 
 

@@ -64,7 +64,7 @@ def test_a_tree_says_the_same_in_bfloat16() -> None:
     """To the bit, where a pass over several tokens says what one over each does (it does on this package's CPUs).
     Trees whose branches were kept as they were read parted from plain decoding in every third answer."""
     target = Target.load("smollm2", dtype="bfloat16")
-    prompts = [chat(target, text) for text in (PROBLEM, "Why is the sky blue?", "Write a haiku about the sea.")]
+    prompts = [chat(target, text) for text in (PROBLEM, "Why is the sky blue?")]
     cache, ids = target.new_cache(2, 64), torch.tensor([prompts[0][:32]])
     whole = target.forward(ids, cache, [0]).logits_BTV[0, 20:]
     target.forward(ids[:, :20], cache, [1])
@@ -73,9 +73,9 @@ def test_a_tree_says_the_same_in_bfloat16() -> None:
         if not torch.equal(target.forward(ids[:, 20 + n, None], cache, [1]).logits_BTV[0, 0], whole[n]):
             pytest.skip("the width of a pass decides how it is rounded on this machine")
         cache.keep(1, 1)
-    plain = [decode(target, None, [prompt], max_tokens=72)[0] for prompt in prompts]
-    drafter = make_drafter(target, draft="smollm2", tree=True)
-    found = [decode(target, drafter, [prompt], max_tokens=72)[0] for prompt in prompts]
+    plain = [decode(target, None, [prompt], max_tokens=56)[0] for prompt in prompts]
+    drafter = make_drafter(target, draft="smollm2", tree=True, ngram=6)
+    found = [decode(target, drafter, [prompt], max_tokens=56)[0] for prompt in prompts]
     assert [r.token_ids for r in found] == [r.token_ids for r in plain]
     assert any(r.num_accepted and r.num_slots < r.num_drafted for result in found for r in result.stats.rounds)
 

@@ -105,8 +105,9 @@ def _ngram(
     return NGramDrafter(8 if block_size is None else block_size, max_ngram, min_ngram)
 
 
-# of a DFlash tree, unless said otherwise: with the anchor a tile of 16 rows, which costs little more than a chain
-_TREE_NODES = 15
+# Of a DFlash tree, unless said otherwise: with the anchor and what is read again of another branch mostly 16 tokens, a
+# tile of rows. And how many of them may go to a lookup where one request at a time is decoded.
+_TREE_NODES, _LOOKUP = 12, 6
 
 
 def _dflash(
@@ -114,7 +115,7 @@ def _dflash(
     passes: int = 1, tree: bool | None = None, nodes: int | None = None, ngram: int | None = None,
 ) -> Drafter:  # fmt: skip
     """passes: of the network over a block, the most confident slots first; the paper uses one. tree: the `nodes`
-    likeliest paths through the slots of one pass (15), block_size - 1 levels; None: if its shape is given. ngram: of
+    likeliest paths through the slots of one pass (12), block_size - 1 levels; None: if its shape is given. ngram: of
     the nodes, how many may go to a branch that prompt lookup finds."""
     from .. import checkpoint
     from .dflash import DFlashDrafter
@@ -245,13 +246,13 @@ def drafter_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def usual_options(name: str, draft: str | Path | None, target: Target) -> dict[str, Any]:
     """The options that one request at a time is decoded fastest with, where nothing else was chosen: DFlash's tree,
-    for targets in half precision. There a pass over 16 tokens costs little more than one over six, which may not be
-    so in float32 on a CPU, nor for many requests at a time."""
+    with prompt lookup as a branch, for targets in half precision. There a pass over 16 tokens costs little more than
+    one over six, which may not be so in float32 on a CPU, nor for many requests at a time."""
     if name != "dflash" or draft is None or target.dtype.itemsize > 2:
         return {}
     method = read_json(locate_draft(draft) / CONFIG).get("dflash_config")
     fills_one_by_one = isinstance(method, dict) and method.get("autoregressive")
-    return {} if fills_one_by_one else {"tree": True}
+    return {} if fills_one_by_one else {"tree": True, "ngram": _LOOKUP}
 
 
 def make_drafter(
