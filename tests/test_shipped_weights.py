@@ -62,7 +62,7 @@ def test_lossless_and_worth_it(target: Target, temperature: float) -> None:
 @needs_model
 def test_a_tree_says_the_same_in_bfloat16() -> None:
     """To the bit, where a pass over several tokens says what one over each does (it does on this package's CPUs).
-    Trees whose branches were kept as they were read parted from plain decoding in every third answer."""
+    Trees whose branches were kept as they were read parted from plain decoding in every fourth answer."""
     target = Target.load("smollm2", dtype="bfloat16")
     prompts = [chat(target, text) for text in (PROBLEM, "Why is the sky blue?")]
     cache, ids = target.new_cache(2, 64), torch.tensor([prompts[0][:32]])
