@@ -157,6 +157,23 @@ def test_half_precision_is_decoded_with_trees(
     assert seen == [("dflash", True, 12), ("dflash", True, 12), chain, chain, chain, ("eagle3", False, 5)]
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"nodes": 0}, "nodes is 0; expected 1 to 1024."),
+        ({"ngram": 0}, "ngram is 0; expected 1 to 12, the nodes of the tree it is a branch of."),
+        ({"ngram": 9, "nodes": 8}, "ngram is 9; expected 1 to 8, the nodes of the tree it is a branch of."),
+        ({"tree": False, "ngram": 3}, "ngram would shape a tree, but tree is false; drop one of them."),
+        ({"passes": 2, "ngram": 3}, "a tree is made of the distributions of one pass; leave out passes, or what "
+                                    "asks for a tree."),
+    ],
+)  # fmt: skip
+def test_trees_that_cannot_be(options: dict[str, Any], said: str, target: Target, draft: Path) -> None:
+    with pytest.raises(FlashdraftError) as caught:
+        drafters.make_drafter(target, draft=draft, **options)
+    assert str(caught.value) == said
+
+
 def test_the_usual_options_leave_other_drafts_alone(draft: Path, rival_drafts: dict[str, Path], tmp_path: Path) -> None:
     half: Any = SimpleNamespace(dtype=torch.bfloat16)
     assert drafters.usual_options("dflash", draft, half) == {"tree": True, "ngram": 6}

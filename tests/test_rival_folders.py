@@ -135,7 +135,7 @@ def test_the_shape_of_a_tree_asks_for_one(eagle_folder: Path, medusa_folder: Pat
     heads: Any = make_drafter(TARGET, None, medusa_folder, 4, nodes=6)
     assert heads.drafts_trees and heads.max_draft_tokens == 6
     for folder, options in ((eagle_folder, {"top_k": 3, "nodes": 9}), (medusa_folder, {"nodes": 6})):
-        with pytest.raises(FlashdraftError, match=r"nodes shape a tree, but tree is false; drop one of them\.$"):
+        with pytest.raises(FlashdraftError, match=r"nodes would shape a tree, but tree is false; drop one of them\.$"):
             make_drafter(TARGET, None, folder, tree=False, **options)
 
 

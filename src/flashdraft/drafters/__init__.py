@@ -126,7 +126,8 @@ def _dflash(
     kind = DFlashDrafter if checkpoint.read(folder)[0].context == "injected" else OwnContextDrafter
     shape = {key: value for key, value in {"nodes": nodes, "ngram": ngram}.items() if value is not None}
     wanted = _wants_tree(tree, shape)
-    made = kind.load(folder, target, block_size, passes, (nodes or _TREE_NODES) if wanted else None)
+    nodes = (_TREE_NODES if nodes is None else nodes) if wanted else None
+    made = kind.load(folder, target, block_size, passes, nodes)
     return made if ngram is None or not made.drafts_trees else LookupBranchDrafter(made, ngram, target.device)
 
 
@@ -163,7 +164,7 @@ def _eagle3(
 def _wants_tree(tree: bool | None, shape: Mapping[str, int]) -> bool | None:
     """Who gives a tree's shape wants one."""
     if tree is False and shape:
-        raise FlashdraftError(f"{' and '.join(shape)} shape a tree, but tree is false; drop one of them.")
+        raise FlashdraftError(f"{' and '.join(shape)} would shape a tree, but tree is false; drop one of them.")
     return True if shape else tree
 
 

@@ -189,7 +189,7 @@ class DFlashDrafter:
             raise FlashdraftError(f"nodes is {nodes}; expected 1 to {MOST_BLOCK}.")
         if nodes is not None and (passes > 1 or network.config.autoregressive):
             raise FlashdraftError(
-                "a tree is made of the distributions of one pass; leave out passes, or nodes and tree."
+                "a tree is made of the distributions of one pass; leave out passes, or what asks for a tree."
             )
         dtype = network.norm.weight.dtype
         if dtype != target.dtype:
