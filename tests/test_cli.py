@@ -95,11 +95,9 @@ OPTIONS: dict[str, list[list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("method", OPTIONS)
-def test_a_folder_says_its_method_and_options_arrive(
-    method: str, call: Call, draft: Path, rival_drafts: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`--draft FOLDER` alone works for every method, and whatever it is asked for the text stays."""
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The drafters that commands make engines with, as they come."""
     seen: list[Any] = []
     made = Engine.__init__
 
@@ -108,6 +106,14 @@ def test_a_folder_says_its_method_and_options_arrive(
         made(self, target, drafter, **more)
 
     monkeypatch.setattr(Engine, "__init__", noted)
+    return seen
+
+
+@pytest.mark.parametrize("method", OPTIONS)
+def test_a_folder_says_its_method_and_options_arrive(
+    method: str, call: Call, draft: Path, rival_drafts: dict[str, Path], used: list[Any]
+) -> None:
+    """`--draft FOLDER` alone works for every method, and whatever it is asked for the text stays."""
     sampled = ("--temperature", "0.9", "--seed", "5", "--max-tokens", "16")
     plain = call("generate", PROMPT, *sampled, "--drafter", "none")
     for options in OPTIONS[method]:
@@ -115,7 +121,7 @@ def test_a_folder_says_its_method_and_options_arrive(
         folder = {**rival_drafts, "dflash": draft}[method]
         done = call("generate", PROMPT, *sampled, "--draft", folder, "--block-size", 4, *given)
         assert (done.code, done.out) == (0, plain.out), done.err
-    shapes = [(made.name, made.drafts_trees, made.max_draft_tokens) for made in seen[1:]]
+    shapes = [(made.name, made.drafts_trees, made.max_draft_tokens) for made in used[1:]]
     assert (
         shapes
         == {
@@ -125,22 +131,14 @@ def test_a_folder_says_its_method_and_options_arrive(
             "dflash": [("dflash", False, 3), ("dflash", True, 12), ("dflash", True, 6), ("dflash", False, 3)],
         }[method]
     )
-    assert getattr(seen[-1], "passes", 2) == 2
+    assert getattr(used[-1], "passes", 2) == 2
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_half_precision_is_decoded_with_trees(
-    command: str, call: Call, draft: Path, rival_drafts: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    command: str, call: Call, draft: Path, rival_drafts: dict[str, Path], used: list[Any]
 ) -> None:
     """One request at a time, unless something else is asked for; other methods have defaults of their own."""
-    seen: list[Any] = []
-    made = Engine.__init__
-
-    def noted(self: Engine, target: Target, drafter: Any, **more: Any) -> None:
-        seen.append((drafter.name, drafter.drafts_trees, drafter.max_draft_tokens))
-        made(self, target, drafter, **more)
-
-    monkeypatch.setattr(Engine, "__init__", noted)
     prompt = [PROMPT] if command == "generate" else []
     for folder, *options in (
         (draft, "--dtype", "bfloat16"),
@@ -154,7 +152,8 @@ def test_half_precision_is_decoded_with_trees(
         done = call(command, *prompt, "--draft", folder, "--max-tokens", 4, *options, stdin=stdin)
         assert done.code == 0, done.err
     chain = ("dflash", False, 7)
-    assert seen == [("dflash", True, 12), ("dflash", True, 12), chain, chain, chain, ("eagle3", False, 5)]
+    shapes = [(made.name, made.drafts_trees, made.max_draft_tokens) for made in used]
+    assert shapes == [("dflash", True, 12), ("dflash", True, 12), chain, chain, chain, ("eagle3", False, 5)]
 
 
 @pytest.mark.parametrize(
