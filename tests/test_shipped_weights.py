@@ -16,9 +16,11 @@ import peers
 from bed import decode
 from cli_bed import load_script
 from flashdraft.drafters import make_drafter
+from flashdraft.engine import Engine
 from flashdraft.locate import DRAFTS, locate_target
 from flashdraft.target import Target
 from flashdraft.text import encode_chat
+from flashdraft.types import Request, SamplingParams
 
 FOLDER = DRAFTS["smollm2"]
 ROOT = Path(__file__).parent.parent
@@ -73,11 +75,17 @@ def test_a_tree_says_the_same_in_bfloat16() -> None:
         if not torch.equal(target.forward(ids[:, 20 + n, None], cache, [1]).logits_BTV[0, 0], whole[n]):
             pytest.skip("the width of a pass decides how it is rounded on this machine")
         cache.keep(1, 1)
-    plain = [decode(target, None, [prompt], max_tokens=56)[0] for prompt in prompts]
     drafter = make_drafter(target, draft="smollm2", tree=True, ngram=6)
-    found = [decode(target, drafter, [prompt], max_tokens=56)[0] for prompt in prompts]
-    assert [r.token_ids for r in found] == [r.token_ids for r in plain]
-    assert any(r.num_accepted and r.num_slots < r.num_drafted for result in found for r in result.stats.rounds)
+    for prompt in prompts:
+        engines = [Engine(target, made, max_rows=1) for made in (None, drafter)]
+        plain, found = (engine.run([Request(prompt, SamplingParams(max_tokens=56))])[0] for engine in engines)
+        assert found.token_ids == plain.token_ids
+        assert any(r.num_accepted and r.num_slots < r.num_drafted for r in found.stats.rounds)
+        # and every key and value: what was on a branch has been read again
+        count = min(engine.session.num_cached(0) for engine in engines)
+        for layer in range(target.num_layers):
+            for one, other in zip(*(engine.session.cache.layer(layer) for engine in engines), strict=True):
+                assert torch.equal(one[0, :, :count], other[0, :, :count])
 
 
 @needs_model

@@ -9,7 +9,7 @@ anchor. So does the target's cache, but for tokens of a tree's side branches, wh
 Why again: attention adds up what a token sees in the order of the slots, and on a branch that order has gaps
 that it has not in the text. In bfloat16 the difference grows to tenths of a logit, and stays in the cache. The
 spine of a tree, its first branch, lies as the text does. With the rest read again where it belongs, and a choice
-on a branch that is too close to rely on left to the next round, a tree changes no bit of what the target reads.
+on a branch that is too close to rely on left to the next round, a tree leaves the cache as plain decoding would.
 """
 
 from __future__ import annotations

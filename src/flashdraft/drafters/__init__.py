@@ -105,8 +105,8 @@ def _ngram(
     return NGramDrafter(8 if block_size is None else block_size, max_ngram, min_ngram)
 
 
-# Of a DFlash tree, unless said otherwise: with the anchor and what is read again of another branch mostly 16 tokens, a
-# tile of rows. And how many of them may go to a lookup where one request at a time is decoded.
+# Of a DFlash tree, unless said otherwise, and how many of them may go to a lookup where one request at a time is decoded.
+# Ten to 15 with four to six were as good (docs/benchmark.md, "Trees on SmolLM2").
 _TREE_NODES, _LOOKUP = 12, 6
 
 
