@@ -16,7 +16,7 @@ ORDER = [
     "types", "settings", "sampling", "tree", "verify", "cache", "attention", "model_folder", "gguf_header", "loading", "dequantise", "locate",
     "bridge", "probe", "target", "config_keys", "foreign_config", "draft_config", "draft_folder", "draft_tables", "checkpoint",
     "drafters.drawing", "drafters.dynamic_tree", "drafters.ngram", "drafters.layers", "drafters.dflash", "drafters.dflash_ablations", "drafters.lookup_branch", "drafters.draft_model", "drafters.medusa",
-    "drafters.eagle3_folder", "drafters.eagle3", "drafters", "text", "session", "engine",
+    "drafters.eagle3_folder", "drafters.eagle3", "drafters", "text", "provenance", "session", "engine",
     "training", "training.data", "training.output", "training.tally", "training.endpoints", "training.ways",
     "training.regenerate", "training.config", "training.length", "training.plan", "training.flex", "training.blocks", "training.features", "training.objectives",
     "training.methods.base", "training.methods.initialise", "training.methods.dflash", "training.methods.medusa", "training.methods.eagle3", "training.methods.draft_model", "training.methods",

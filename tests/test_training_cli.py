@@ -14,7 +14,7 @@ import yaml
 from typer.testing import CliRunner
 
 from cli_bed import save_draft, save_target
-from flashdraft import cli
+from flashdraft import checkpoint, cli
 from flashdraft.drafters.dflash import DFlashDrafter
 from flashdraft.target import Target
 from flashdraft.text import template_digest, template_warning
@@ -130,6 +130,33 @@ def test_another_template_is_warned_of(config: Path, made: dict[str, Any], sente
         assert ("warning: " in err) is (expected is not None)
         assert expected is None or f"warning: the draft was {expected}" in err
     assert template_warning(None, None) is None and template_warning({}, None) is None
+
+
+def test_every_command_that_drafts_warns(config: Path, tmp_path: Path) -> None:
+    """Target, weights and template at once, and each only where it is not as training.json says."""
+    folder, draft = config.parent / "target", tmp_path / "draft"
+    target = Target.load(folder, dtype="float32")
+    save_draft(draft, target, mask_token_id=target.vocab_size - 1)
+    (tmp_path / "p.jsonl").write_text('{"id": 1, "prompt": "hello"}\n')
+    shared = ["--target", str(folder), "--dtype", "float32", "--draft", str(draft), "--max-tokens", "4"]
+    commands = {
+        "bench": ["--task", f"p={tmp_path / 'p.jsonl'}", "--repeat", "1"],
+        "regenerate": ["--prompts", str(tmp_path / "p.jsonl"), "--temperature", "0"],
+    }
+    own = {"target_sha256": checkpoint.target_digest(target), "draft_sha256": checkpoint.digest(checkpoint.read(draft)[1])}
+    template = {"sha256": template_digest(target.tokenizer), "thinking": None}
+    other = {"target_sha256": "0" * 64, "draft_sha256": "0" * 64, "chat_template": {"sha256": "0" * 64}}
+    for made, count in (({**own, "chat_template": template}, 0), (other, 3)):
+        (draft / "training.json").write_text(json.dumps(made))
+        for name, more in commands.items():
+            out = tmp_path / f"{name}{count}.jsonl"
+            code, _, err = invoke(name, *shared, *more, "--out", str(out))
+            assert code == 0, err
+            assert [line.count("warning: ") for line in err.splitlines() if "warning" in line] == [1] * count, err
+            for sentence in ("other weights than its training.json", "made for another target", "another chat template"):
+                assert (sentence in err) is bool(count), (name, err)
+        examined = invoke("doctor", "--target", str(folder), "--dtype", "float32", "--draft", str(draft))[1]
+        assert ("other weights than its training.json" in " ".join(examined.split())) is bool(count)
 
 
 def test_data_of_two_templates_is_refused(config: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 
 from .engines.commands import export, import_
 from .evaluation.commands import bench, plan, report
-from .locate import DEFAULT_TARGET, locate_draft, locate_draft_model, shipped_draft
+from .locate import DEFAULT_TARGET, locate_draft_of, shipped_draft
 from .options import (
     SAMPLING,
     Acceptance,
@@ -168,7 +168,7 @@ def _open(ctx: typer.Context) -> tuple[Target, Drafter]:
     for given, option_name in ((block_size, "--block-size"), (own or None, "--drafter-option")):
         if given is not None and name is None and draft is None:
             raise FlashdraftError(f"{option_name} is for drafting; add --drafter ngram or --draft FOLDER.")
-    folder = (locate_draft_model if name == "draft_model" else locate_draft)(draft) if draft is not None else None
+    folder = locate_draft_of(name or "", draft) if draft is not None else None
     if name is not None or draft is not None:
         from .terminal import waiting
 
@@ -183,14 +183,10 @@ def _open(ctx: typer.Context) -> tuple[Target, Drafter]:
 
     made = make_drafter(target, name, draft, block_size, **(own or usual_options(name or "none", draft, target)))
     if folder is not None:
-        from .checkpoint import draft_warning, read_training, target_warning
-        from .text import template_warning
+        from .provenance import draft_warnings
 
-        training = read_training(folder)
-        template = template_warning(training, target.tokenizer)
-        for warning in (draft_warning(training, folder), target_warning(training, target), template):
-            if warning:
-                _say(f"warning: {warning}")
+        for warning in draft_warnings(folder, target):
+            _say(f"warning: {warning}")
     return target, made
 
 

@@ -283,10 +283,10 @@ def _target(name: str, dtype: str, device: str | None, loaded: list[Target]) -> 
 
 def _draft(folder: str, target: Target) -> Finding:
     """A draft of any method, loaded as decoding would load it."""
-    from .checkpoint import read_training, target_warning
+    from .checkpoint import read_training
     from .drafters import make_drafter
     from .locate import locate_draft
-    from .text import template_warning
+    from .provenance import draft_warnings
 
     path = locate_draft(folder)
     drafter: Any = make_drafter(target, draft=path)
@@ -294,11 +294,9 @@ def _draft(folder: str, target: Target) -> Finding:
     parameters = sum(p.numel() for p in network.parameters())
     what, *details = _details(drafter)
     parts = [f"{what} at {folder}", *details, f"{parameters / 1e6:.1f}M parameters", "fits the target"]
-    training = read_training(path)
-    if training is None:
+    if read_training(path) is None:
         parts.append("does not say how it was trained (no training.json)")
-    warnings = target_warning(training, target), template_warning(training, target.tokenizer)
-    return Finding("draft", ", ".join(parts), " ".join(warning for warning in warnings if warning) or None)
+    return Finding("draft", ", ".join(parts), " ".join(draft_warnings(path, target)) or None)
 
 
 def _details(drafter: Any) -> list[str]:

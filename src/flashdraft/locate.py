@@ -130,6 +130,11 @@ def locate_draft_model(source: str | Path) -> Path:
         raise FlashdraftError(f"the draft model is not there: {error}") from error
 
 
+def locate_draft_of(method: str, source: str | Path) -> Path:
+    """The folder of a draft of a method: a draft model may be whatever a target may be. Raises FlashdraftError."""
+    return (locate_draft_model if method == "draft_model" else locate_draft)(source)
+
+
 def shipped_draft(target: str) -> str | None:
     """The alias of the draft that ships for a target, as a user typed it; None if there is none."""
     folder = DRAFTS.get(target)

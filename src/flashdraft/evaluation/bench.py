@@ -19,7 +19,8 @@ import torch
 
 from ..drafters import Drafter, drafter_name, drafter_options, make_drafter
 from ..engine import Engine
-from ..locate import locate_draft
+from ..locate import locate_draft, locate_draft_of
+from ..provenance import draft_warnings
 from ..sampling import counter_key
 from ..settings import make_settings
 from ..target import Target
@@ -130,13 +131,17 @@ Advance = Callable[[int, int, str], None]
 
 
 def run_bench(
-    config: BenchConfig, advance: Advance = lambda done, total, task: None, target: Target | None = None
+    config: BenchConfig,
+    advance: Advance = lambda done, total, task: None,
+    target: Target | None = None,
+    warn: Callable[[str], None] = lambda sentence: None,
 ) -> RecordFile:
     """Measure what the file does not have yet.
 
     Args:
         advance: told how many of how many groups are done, and what comes next.
         target: already loaded; None loads the configuration's.
+        warn: told of drafts that were made for something else (provenance.py), before anything is measured.
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -151,6 +156,8 @@ def run_bench(
     if len(set(sizes)) < len(sizes):  # trees of one name and as many nodes, say
         name, size = next(pair for pair in sizes if sizes.count(pair) > 1)
         raise FlashdraftError(f"two arms are called {name!r} and draft {size} tokens; give them names of their own.")
+    for sentence in [] if target is None else _warnings(arms, target):
+        warn(sentence)
     servers = [(spec.label, arm, server) for spec in config.server_specs() for arm, server in spec.arms()]
     header = {
         "settings": _settings(config),
@@ -181,6 +188,16 @@ def run_bench(
             done += 1
     advance(total, total, "")
     return file
+
+
+def _warnings(arms: Sequence[Arm], target: Target) -> list[str]:
+    """What is not as the drafts' files say; once for arms of one draft."""
+    named = {(drafter_name(arm.drafter, arm.draft), arm.draft): arm_name(arm) for arm in arms if arm.draft is not None}
+    return [
+        f"{name}: {sentence}"
+        for (method, draft), name in named.items()
+        for sentence in draft_warnings(locate_draft_of(method, str(draft)), target)
+    ]
 
 
 def _settings(config: BenchConfig) -> dict[str, Any]:

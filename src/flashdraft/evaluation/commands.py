@@ -100,7 +100,8 @@ def bench(
             **({"tasks": _task_files(task)} if task else {}), **read_overrides(set_ or []),
         }  # fmt: skip
     with Counter(console()) as counter:
-        file = run_bench(make_settings(BenchConfig, raw, str(config or "the command line")), counter.advance)
+        settings = make_settings(BenchConfig, raw, str(config or "the command line"))
+        file = run_bench(settings, counter.advance, warn=counter.warn)
     show_summaries(console(sys.stdout), read_records(file.path))
 
 

@@ -172,6 +172,9 @@ class Counter:
         if self._bar is not None:
             self._bar.stop()
 
+    def warn(self, sentence: str) -> None:
+        self._screen.print(f"warning: {sentence}", soft_wrap=True, markup=False, highlight=False)
+
     def advance(self, done: int, total: int, what: str) -> None:
         if self._bar is not None:
             self._bar.update(self._task, completed=done, total=total, description=what)

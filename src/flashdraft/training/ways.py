@@ -163,14 +163,18 @@ def open_way(
     options: RegenerateOptions, stack: ExitStack, say: Callable[[str], None]
 ) -> tuple[ChatTemplate, Way, dict[str, Any]]:
     """The target's template, what answers, and what the sidecar has to say about them."""
-    return _open_endpoints(options, stack, say) if options.endpoints else _open_engine(options)
+    return _open_endpoints(options, stack, say) if options.endpoints else _open_engine(options, say)
 
 
-def _open_engine(options: RegenerateOptions) -> tuple[ChatTemplate, Way, dict[str, Any]]:
+def _open_engine(
+    options: RegenerateOptions, say: Callable[[str], None]
+) -> tuple[ChatTemplate, Way, dict[str, Any]]:
     import torch
 
     from ..drafters import drafter_name, drafter_options, make_drafter
     from ..engine import Engine
+    from ..locate import locate_draft_of
+    from ..provenance import draft_warnings
     from ..target import Target
 
     name = drafter_name(options.drafter, options.draft, options.target)
@@ -181,6 +185,9 @@ def _open_engine(options: RegenerateOptions) -> tuple[ChatTemplate, Way, dict[st
     if target.tokenizer is None:
         raise FlashdraftError(f"{target.name} has no tokenizer; expected one beside the weights.")
     drafter = make_drafter(target, name, options.draft, options.block_size, **own)
+    if options.draft is not None:
+        for sentence in draft_warnings(locate_draft_of(name, options.draft), target, options.thinking):
+            say(f"warning: {sentence}")
     context = options.context or min(DEFAULT_CONTEXT, target.max_context)
     engine = Engine(target, drafter, max_rows=options.rows, max_context=context)
     template = ChatTemplate(target.tokenizer, target.eos_ids, system=options.system, thinking=options.thinking)
