@@ -31,7 +31,8 @@ def run(folder: Path) -> dict[str, Any]:
     shape.write_text(json.dumps(draft_json(pair)), encoding="utf-8")
     settings = folder / "run.json"
     settings.write_text(json.dumps(run_json(folder, pair, shape, len(bundle.prompts))), encoding="utf-8")
-    env = {"SPECFORGE_DEVICE": "cpu", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
+    # its other ways of sharing the weights out are FSDP's, which needs an accelerator
+    env = {"SPECFORGE_DEVICE": "cpu", "FSDP_SHARDING": "NO_SHARD", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
     specforge = python.parent / "specforge"
     call([specforge, "train", "-c", settings], cwd=folder, env=env)
     made = max((folder / "out").glob("*step*"), key=lambda path: path.stat().st_mtime)

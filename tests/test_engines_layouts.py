@@ -151,6 +151,27 @@ def test_there_and_back(
     assert read is not None and read["step"] == seed and read["draft_sha256"] == checkpoint.digest(weights)
 
 
+def test_import_takes_the_number_of_layers_from_the_target(tmp_path: Path, target: Path) -> None:
+    """speculators' converter drops it, and without it a target of another depth is not told apart. A target that
+    the draft does not fit is refused where it was named, and gives nothing where only the files name it."""
+    draft = saved(tmp_path / "draft", num_target_layers=0)
+    for named, training, expected in (
+        (str(target), None, LAYERS), (None, {"target": str(target)}, LAYERS), (None, {"target": "gone"}, 0),
+    ):  # fmt: skip
+        config, weights = checkpoint.read(draft)
+        checkpoint.write(draft, config, {k: v.clone() for k, v in weights.items()}, training)
+        import_draft(draft, tmp_path / "back", named)
+        assert checkpoint.read(tmp_path / "back")[0] == dataclasses.replace(config, num_target_layers=expected)
+    wide = saved(tmp_path / "wide", num_target_layers=0, hidden_size=2 * WIDTH)
+    config, weights = checkpoint.read(wide)
+    checkpoint.write(wide, config, {k: v.clone() for k, v in weights.items()}, {"target": str(target)})
+    import_draft(wide, tmp_path / "wide back")
+    assert checkpoint.read(tmp_path / "wide back")[0].num_target_layers == 0
+    with pytest.raises(FlashdraftError, match="does not fit the target .*: hidden size 12, the target has 6"):
+        import_draft(wide, tmp_path / "nowhere", str(target))
+    assert not (tmp_path / "nowhere").exists()
+
+
 # --- what is refused, and what is said
 
 

@@ -235,14 +235,30 @@ def _served_name(target: TargetFacts | None) -> str:
 def import_draft(folder: str | Path, out: str | Path, target: str | None = None) -> Source:
     """Write a draft of another layout in ours (the z-lab layout), with its card and training.json.
 
-    Raises FlashdraftError if it is no DFlash draft, or brings tables that are not the target's.
+    Raises FlashdraftError if it is no DFlash draft, does not fit the target that was named, or brings tables
+    that are not the target's.
     """
     source = read_source(folder, target)
     place = out_folder(source.folder, "flashdraft", out)
+    source = dataclasses.replace(source, config=_with_layers(source, target is not None))
     raw = checkpoint.config_json(source.config, source.dtype)
     write_files(place, raw, on_cpu(source.weights), _training(source), source.vocab_ids, extra=_card(source.folder))
     _check_written(place, source.config, source)
     return source
+
+
+def _with_layers(source: Source, is_named: bool) -> DraftConfig:
+    """Not every layout says how many layers the target has, which tells a wrong one at load."""
+    config, facts = source.config, source.target
+    if facts is None:
+        return config
+    try:
+        checkpoint.check_against(config, facts.as_target())
+    except FlashdraftError:
+        if is_named:
+            raise
+        return config  # what its files name is another model here
+    return dataclasses.replace(config, num_target_layers=facts.num_layers)
 
 
 def _training(source: Source) -> dict[str, Any]:
