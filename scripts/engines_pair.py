@@ -51,12 +51,16 @@ class Bundle:
     law: dict[str, float]
 
     def per_position(self) -> list[int]:
-        """Rounds that kept at least 1, 2, ... drafted tokens."""
-        return [sum(n >= i for row in self.accepted for n in row) for i in range(1, self.block_size)]
+        return by_position(self.accepted, self.block_size)
 
     @property
     def num_drafts(self) -> int:
         return sum(map(len, self.accepted))
+
+
+def by_position(accepted: Sequence[Sequence[int]], block_size: int) -> list[int]:
+    """Rounds that kept at least 1, 2, ... drafted tokens."""
+    return [sum(n >= i for row in accepted for n in row) for i in range(1, block_size)]
 
 
 def read_bundle(folder: Path) -> Bundle:
@@ -188,11 +192,11 @@ def reference_accepted(draft: Path, target: Path, bundle: Bundle) -> list[list[i
     ]
 
 
-def whole_rounds(committed: Sequence[int]) -> list[int]:
-    """Drafted tokens kept in each round until MAX_TOKENS are there, from the counts of a longer answer."""
+def whole_rounds(committed: Sequence[int], max_tokens: int = MAX_TOKENS) -> list[int]:
+    """Drafted tokens kept in each round until `max_tokens` are there, from the counts of a longer answer."""
     done, row = 1, []
     for count in committed:
-        if done >= MAX_TOKENS:
+        if done >= max_tokens:
             break
         row.append(count - 1)
         done += count

@@ -31,8 +31,7 @@ def run(folder: Path) -> dict[str, Any]:
     shape.write_text(json.dumps(draft_json(pair)), encoding="utf-8")
     settings = folder / "run.json"
     settings.write_text(json.dumps(run_json(folder, pair, shape, len(bundle.prompts))), encoding="utf-8")
-    # its other ways of sharing the weights out are FSDP's, which needs an accelerator
-    env = {"SPECFORGE_DEVICE": "cpu", "FSDP_SHARDING": "NO_SHARD", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
+    env = {"SPECFORGE_DEVICE": "cpu", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
     specforge = python.parent / "specforge"
     call([specforge, "train", "-c", settings], cwd=folder, env=env)
     made = max((folder / "out").glob("*step*"), key=lambda path: path.stat().st_mtime)
@@ -72,6 +71,7 @@ def run_json(folder: Path, pair: Path, shape: Path, num_sequences: int) -> dict[
             "num_epochs": STEPS // num_sequences,
             "learning_rate": 3e-3,
             "attention_backend": "sdpa",
+            "fsdp_sharding": "NO_SHARD",  # its other ways are FSDP's, which needs an accelerator
             "log_interval": 60,
             "save_interval": STEPS,
         },

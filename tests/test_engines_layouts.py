@@ -167,7 +167,7 @@ def test_import_takes_the_number_of_layers_from_the_target(tmp_path: Path, targe
     checkpoint.write(wide, config, {k: v.clone() for k, v in weights.items()}, {"target": str(target)})
     import_draft(wide, tmp_path / "wide back")
     assert checkpoint.read(tmp_path / "wide back")[0].num_target_layers == 0
-    with pytest.raises(FlashdraftError, match="does not fit the target .*: hidden size 12, the target has 6"):
+    with pytest.raises(FlashdraftError, match=r"does not fit the target .*: hidden size 12, the target has 6"):
         import_draft(wide, tmp_path / "nowhere", str(target))
     assert not (tmp_path / "nowhere").exists()
 

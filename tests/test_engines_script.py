@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from flashdraft.evaluation.records import Cell
+from flashdraft.evaluation.summary import Interval, Summary
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 
@@ -140,6 +145,49 @@ def test_what_is_compared_with_vllm(engines: Any) -> None:
     ):
         with pytest.raises(AssertionError, match=sentence):
             vllm.compare_pair({**good, **wrong}, bundle)
+
+
+def test_what_is_compared_by_the_benchmark(engines: Any) -> None:
+    """Acceptance of all domains together; what was not counted, failed, or is another draft's does not pass."""
+    import importlib
+
+    bench = importlib.import_module("engines_bench")
+    nan = math.nan
+    base = Summary(
+        Cell("x", 0, 0.0, 1, "x"),
+        "a",
+        4,
+        100,
+        Interval(2.0, 1.9, 2.1),
+        2.0,
+        (),
+        (nan,) * 3,
+        50.0,
+        None,
+        0.75,
+        None,
+        0.0,
+    )
+    other, plain = (
+        replace(base, task="b", num_rounds=300, tau=Interval(1.6, 1.5, 1.7)),
+        replace(base, cell=base.cell.plain),
+    )
+    ours = replace(base, cell=Cell("dflash", 6, 0.0, 1), tau=Interval(1.75, 1.7, 1.8), equal=None)
+    found = bench.compared([plain, base, other, ours], "x")
+    assert found == {
+        "bench: acceptance": 1.7, "bench: ours": 1.75, "bench: texts as without the draft": "6 of 8"
+    }  # fmt: skip
+    unknown = Interval(nan, nan, nan)
+    for wrong, sentence in (
+        ([plain, base], "one is not"),
+        ([base, ours], "one is not"),
+        ([plain, ours], "one is not"),
+        ([plain, base, replace(other, num_failed=1), ours], "1 requests to x failed"),
+        ([plain, base, replace(other, tau=unknown, num_rounds=0), ours], "did not say"),
+        ([plain, base, ours, replace(ours, task="b", tau=Interval(1.2, 1.1, 1.3))], "accepts 2.000 tokens a pass, we"),
+    ):
+        with pytest.raises(AssertionError, match=sentence):
+            bench.compared(wrong, "x")
 
 
 def test_the_plugins_expansion(monkeypatch: pytest.MonkeyPatch) -> None:

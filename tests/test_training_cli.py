@@ -143,7 +143,10 @@ def test_every_command_that_drafts_warns(config: Path, tmp_path: Path) -> None:
         "bench": ["--task", f"p={tmp_path / 'p.jsonl'}", "--repeat", "1"],
         "regenerate": ["--prompts", str(tmp_path / "p.jsonl"), "--temperature", "0"],
     }
-    own = {"target_sha256": checkpoint.target_digest(target), "draft_sha256": checkpoint.digest(checkpoint.read(draft)[1])}
+    own = {
+        "target_sha256": checkpoint.target_digest(target),
+        "draft_sha256": checkpoint.digest(checkpoint.read(draft)[1]),
+    }
     template = {"sha256": template_digest(target.tokenizer), "thinking": None}
     other = {"target_sha256": "0" * 64, "draft_sha256": "0" * 64, "chat_template": {"sha256": "0" * 64}}
     for made, count in (({**own, "chat_template": template}, 0), (other, 3)):
@@ -153,7 +156,11 @@ def test_every_command_that_drafts_warns(config: Path, tmp_path: Path) -> None:
             code, _, err = invoke(name, *shared, *more, "--out", str(out))
             assert code == 0, err
             assert [line.count("warning: ") for line in err.splitlines() if "warning" in line] == [1] * count, err
-            for sentence in ("other weights than its training.json", "made for another target", "another chat template"):
+            for sentence in (
+                "other weights than its training.json",
+                "made for another target",
+                "another chat template",
+            ):
                 assert (sentence in err) is bool(count), (name, err)
         examined = invoke("doctor", "--target", str(folder), "--dtype", "float32", "--draft", str(draft))[1]
         assert ("other weights than its training.json" in " ".join(examined.split())) is bool(count)

@@ -166,9 +166,7 @@ def open_way(
     return _open_endpoints(options, stack, say) if options.endpoints else _open_engine(options, say)
 
 
-def _open_engine(
-    options: RegenerateOptions, say: Callable[[str], None]
-) -> tuple[ChatTemplate, Way, dict[str, Any]]:
+def _open_engine(options: RegenerateOptions, say: Callable[[str], None]) -> tuple[ChatTemplate, Way, dict[str, Any]]:
     import torch
 
     from ..drafters import drafter_name, drafter_options, make_drafter
