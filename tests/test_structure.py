@@ -13,7 +13,7 @@ SOURCE = ROOT / "src" / "flashdraft"
 
 # docs/design.md, section 3: a module imports only from those before it.
 ORDER = [
-    "types", "settings", "sampling", "tree", "verify", "cache", "attention", "model_folder", "gguf_header", "loading", "dequantise", "locate",
+    "types", "settings", "sampling", "tree", "verify", "cache", "attention", "host", "packing", "model_folder", "gguf_header", "loading", "dequantise", "locate",
     "bridge", "probe", "target", "config_keys", "foreign_config", "draft_config", "draft_folder", "draft_tables", "checkpoint",
     "drafters.drawing", "drafters.dynamic_tree", "drafters.ngram", "drafters.layers", "drafters.dflash", "drafters.dflash_ablations", "drafters.lookup_branch", "drafters.draft_model", "drafters.medusa",
     "drafters.eagle3_folder", "drafters.eagle3", "drafters", "text", "provenance", "session", "engine",

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
+from .host import memory_bytes
 from .terminal import console, count_of, waiting
 from .types import FlashdraftError
 
@@ -178,7 +179,7 @@ def _threads(threads: int | None) -> Finding:
 def _cpu() -> Finding:
     import torch
 
-    from .target import fast_bf16
+    from .host import fast_bf16
 
     bf16 = "in hardware" if fast_bf16(torch.device("cpu")) else "emulated, slow"
     return Finding("CPU", f"{torch.backends.cpu.get_cpu_capability()}, bfloat16 {bf16}")
@@ -206,34 +207,13 @@ def _dtype(dtype: str, device: str | None) -> Finding:
 
 
 def _memory() -> Finding:
-    free, total = _memory_bytes()
+    free, total = memory_bytes()
     if free is None or total is None:
         return Finding("memory", "unknown on this system")
     value = f"{_size(free)} of {_size(total)} available"
     if free < _GIB // 2:
         return Finding("memory", value, "less than 0.5 GiB is available; close other programs")
     return Finding("memory", value)
-
-
-def _memory_bytes() -> tuple[int | None, int | None]:
-    """(available, total) bytes, a container's limit included where there is one."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        entries = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
-        free, total = entries["MemAvailable"], entries["MemTotal"]
-    except (OSError, KeyError, ValueError):
-        if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
-            return None, None
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return None, total
-    try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii"))
-        stat = dict(
-            line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text(encoding="ascii").splitlines()
-        )
-        return min(free, max(0, limit - int(stat["anon"]))), min(total, limit)  # file pages are given back
-    except (OSError, KeyError, ValueError):  # no such limit
-        return free, total
 
 
 def _cache_folder() -> Finding:
@@ -254,7 +234,7 @@ def _target_files(target: str) -> Finding:
     folder = locate_target(target)
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     value = f"{target} at {_short(folder)}, weights {_size(weights)}"
-    free, _ = _memory_bytes()
+    free, _ = memory_bytes()
     if free is not None and weights > free:
         return Finding(
             "target files", value, f"the weights do not fit into the {_size(free)} available; take a smaller target"
@@ -277,6 +257,7 @@ def _target(name: str, dtype: str, device: str | None, loaded: list[Target]) -> 
         str(target.dtype).removeprefix("torch."),
         "chat template" if template else "no chat template (use --raw)",
         "exact under roll back (probed)",
+        *([f"{count_of(target.num_packed, 'weight')} in the CPU's own order"] if target.num_packed else []),
     ]
     return Finding("target", ", ".join(parts))
 

@@ -21,9 +21,11 @@ from torch import nn
 from . import bridge, probe
 from .attention import AttentionPlan
 from .cache import KVCache, round_up
+from .host import fast_bf16
 from .loading import load_folder, without_collection
 from .locate import locate_target
 from .model_folder import one_line
+from .packing import pack
 from .types import FlashdraftError, TargetOutput
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ class Target:
         eos_ids: ids that end an answer. pad_id: or None.
         max_context: the longest sequence the model is made for, prompt and answer together.
         windows: per decoder layer, how many tokens a token sees, itself included; None is all.
+        num_packed: Linears whose weights were put into the processor's order (packing.py).
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Target:
             self.layers, self.windows = probe.read_layers(self, ids)
             probe.check_roll_back(self, ids, expected)
         model.requires_grad_(False)
+        self.num_packed = pack(model)
         if model.get_output_embeddings() is not None:
             model.get_output_embeddings().register_forward_pre_hook(_as_whole)
 
@@ -226,16 +230,6 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
     if dtype not in known:
         raise FlashdraftError(f"dtype is {dtype!r}; expected auto, float32, bfloat16, float16 or float64.")
     return known[dtype]
-
-
-def fast_bf16(device: torch.device) -> bool:
-    """Whether products in bfloat16 run in hardware there."""
-    if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    if device.type != "cpu":
-        return False
-    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(bool(getattr(torch.cpu, name, lambda: False)()) for name in probes)
 
 
 def _num_tokens(tokenizer: Any, vocab_size: int, name: str) -> int:

@@ -14,19 +14,18 @@ distribution for every slot, and of all paths through them the likeliest ones ar
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from .. import checkpoint, tree
 from ..attention import AttentionPlan
 from ..cache import KVCache
 from ..draft_config import MOST_BLOCK, DraftConfig
+from ..packing import pack, packed_linear
 from ..sampling import RowSampler
 from ..types import Commit, Draft, FlashdraftError
 from .drawing import RowDraft, draw, drawn_chain, joined, likeliest, spread
@@ -107,7 +106,9 @@ class DFlashNetwork(nn.Module):
         network.load_state_dict(weights, strict=True, assign=True)
         del weights  # or the conversion below would hold both copies of the whole network
         network.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_context)
-        return network.requires_grad_(False).to(device=device, dtype=dtype)
+        network.requires_grad_(False).to(device=device, dtype=dtype)
+        pack(network)
+        return network
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """Context features [..., F] -> [..., D]."""
@@ -212,7 +213,7 @@ class DFlashDrafter:
                 )
             self._vocab_ids = vocab_ids.to(target.device)
             weight, bias = target.head_rows(vocab_ids)
-            self._head = functools.partial(F.linear, weight=weight, bias=bias)
+            self._head = packed_linear(weight, bias)
         self._num_tokens = target.num_tokens
         self._device = target.device
 

@@ -22,6 +22,7 @@ from torch import nn
 from ..attention import AttentionPlan
 from ..cache import KVCache
 from ..draft_config import MOST_BLOCK
+from ..packing import pack
 from ..sampling import RowSampler
 from ..types import Commit, Draft, FlashdraftError
 from .drawing import RowDraft, draw, joined, likeliest, padded, parted, spread
@@ -193,8 +194,8 @@ class Eagle3Drafter:
         network.load_state_dict(weights, strict=True, assign=True)
         del weights
         network.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_context)
-        network.requires_grad_(False)
-        network = network.to(device=target.device, dtype=target.dtype)
+        network.requires_grad_(False).to(device=target.device, dtype=target.dtype)
+        pack(network)
         return cls(network, target, vocab_ids, block_size, tree_shape)
 
     @property

@@ -22,6 +22,7 @@ from torch import nn
 from .. import draft_folder, tree
 from ..config_keys import MOST, Keys, short
 from ..draft_config import MOST_BLOCK
+from ..packing import pack
 from ..sampling import RowSampler
 from ..types import Commit, Draft, FlashdraftError
 from .drawing import RowDraft, draw, drawn_chain, joined, likeliest, padded
@@ -263,8 +264,9 @@ class MedusaDrafter:
         with torch.device("meta"):
             network = MedusaNetwork(config)
         network.load_state_dict(weights, strict=True, assign=True)
-        network.requires_grad_(False)
-        return cls(network.to(device=target.device, dtype=target.dtype), target, block_size, use_tree, nodes)
+        network.requires_grad_(False).to(device=target.device, dtype=target.dtype)
+        pack(network)
+        return cls(network, target, block_size, use_tree, nodes)
 
     def open(self, rows: int, capacity: int) -> torch.Tensor:
         """The state that predicted each row's anchor, [rows, D]."""
