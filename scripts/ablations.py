@@ -6,7 +6,7 @@ BASE.yaml is a configuration of `flashdraft train`; a variant changes the keys n
 (whose rates are meant for a base of lr 3e-3). The target
 answers the prompts greedily once; a draft's acceptance length is then that of greedy decoding of these
 answers, found from its drafts at all their positions (rounds jump from anchor to anchor as decoding does),
-which costs seconds instead of minutes. A variant that is in the file is not trained again; a run that was
+which costs seconds instead of minutes. Blocks are whole up to the end, where decoding would make the last one shorter. A variant that is in the file is not trained again; a run that was
 killed goes on from its checkpoint. Sets of N sequences are drawn once, and contain each other.
 """
 
@@ -19,7 +19,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,12 @@ from rich.console import Console
 from flashdraft.engine import Engine
 from flashdraft.target import Target
 from flashdraft.training import run as training_run
-from flashdraft.training.blocks import make_blocks
+from flashdraft.training.blocks import Blocks, make_blocks
 from flashdraft.training.config import TrainConfig, load_config
 from flashdraft.training.data import TokenSequence
-from flashdraft.training.features import FeatureSource
+from flashdraft.training.features import Features, FeatureSource
+from flashdraft.training.methods.base import Method
+from flashdraft.training.methods.dflash import reveal
 from flashdraft.training.plan import Plan, permutation
 from flashdraft.training.progress import Progress
 from flashdraft.training.trainer import Trainer
@@ -116,13 +118,26 @@ def leading_runs(trainer: Trainer, sequences: Sequence[TokenSequence]) -> dict[t
     found: dict[tuple[int, int], int] = {}
     for pieces in (batch for step in range(plan.steps_per_epoch) for batch in plan.batches(step)):
         blocks = make_blocks(pieces, sequences, method.block_size, method.mask_token_id, config.anchors_per_piece)
-        drafts = method.head.logits(method.states(blocks, features.of(blocks.sequences))).argmax(-1)
-        if method.vocab_ids is not None:
-            drafts = method.vocab_ids[drafts]
+        drafts = drafted(method, blocks, features.of(blocks.sequences), config.autoregressive)
         right = ((drafts == blocks.labels_AL) & (blocks.labels_AL >= 0)).int().cumprod(-1).sum(-1)
         for piece, runs in zip(pieces, right.view(len(pieces), -1).tolist(), strict=True):
             found |= {(piece.sequence, anchor): run for anchor, run in zip(piece.anchors, runs, strict=False)}
     return found if method.block_size == config.block_size else joined(found, config.block_size - 1)
+
+
+def drafted(method: Method, blocks: Blocks, features: Mapping[int, Features], one_by_one: bool) -> torch.Tensor:
+    """Drafts [A, L]. Those of a network that fills its slots one by one are what it says behind the right ones:
+    only runs of right ones count."""
+    if not one_by_one:
+        drafts = method.head.logits(method.states(blocks, features)).argmax(-1)
+    else:
+        count = blocks.labels_AL.shape[1]
+        slots = []
+        for k in range(count):
+            told = reveal(blocks, torch.full((len(blocks.labels_AL),), k))
+            slots.append(method.head.logits(method.states(told, features)[:, k : k + 1]).argmax(-1))
+        drafts = torch.cat(slots, dim=1)
+    return drafts if method.vocab_ids is None else method.vocab_ids[drafts]
 
 
 def joined(runs: dict[tuple[int, int], int], longest: int) -> dict[tuple[int, int], int]:

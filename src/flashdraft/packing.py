@@ -44,6 +44,12 @@ class PackedLinear(nn.Linear):
 
     _packed: PackedWeight | None = None
 
+    @classmethod
+    def take(cls, module: nn.Linear) -> None:
+        """Make a Linear one of these. Its copy is made now, and not in somebody's first request."""
+        module.__class__ = cls
+        module.__dict__["_packed"] = PackedWeight(module.weight)
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight = self.weight
         if input.dtype != torch.bfloat16 or torch.is_grad_enabled() or not _usable(weight):
@@ -67,7 +73,7 @@ def pack(model: nn.Module) -> int:
         if shape not in agreed:
             agreed[shape] = _agrees(module)
         if agreed[shape]:
-            module.__class__ = PackedLinear
+            PackedLinear.take(module)
             count += 1
     return count
 
