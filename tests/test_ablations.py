@@ -16,7 +16,6 @@ from flashdraft.target import Target
 from flashdraft.training.validation import load_prompts
 from flashdraft.types import Request, Result, SamplingParams
 
-
 VARIANTS = [
     "base",
     "block 4",
