@@ -1,9 +1,12 @@
 """Plain decoding through our engine against transformers' generate, and the price of a verify pass.
 
-    python scripts/speed.py [--target smollm2] [--repeat 5] [--json FILE]
+    python scripts/speed.py [--target smollm2] [--repeat 5] [--products] [--json FILE]
 
 Per context length: tokens a second of both, interleaved, medians; then the time of a pass over 8
 and 16 tokens divided by a pass over one, for both. Run it on an otherwise idle machine.
+
+--products times instead the target's products alone, torch's Linear against one whose weight is in the processor's
+order (flashdraft/packing.py), with weights that are in the cache and with so many that they come from memory.
 """
 
 from __future__ import annotations
@@ -19,9 +22,11 @@ import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 from flashdraft.engine import Engine
 from flashdraft.locate import locate_target
+from flashdraft.packing import PackedLinear, packed_linear
 from flashdraft.target import Target
 from flashdraft.types import Request, SamplingParams
 
@@ -87,6 +92,43 @@ def pass_seconds(target: Target, model: transformers.PreTrainedModel, context: i
     return out
 
 
+def product_seconds(shape: tuple[int, int], width: int, copies: int, repeat: int) -> tuple[float, float]:
+    """Median seconds of a product [width, in] x [in, out] of either kind, in turns, going round `copies` weights."""
+    num_out, num_in = shape
+    plain = [nn.Linear(num_in, num_out, bias=False, dtype=torch.bfloat16).requires_grad_(False) for _ in range(copies)]
+    packed = [packed_linear(linear.weight, None) for linear in plain]
+    if not isinstance(packed[0], PackedLinear):
+        raise SystemExit("weights are not packed here: this takes bfloat16 units (AVX512-BF16 or AMX) and free memory.")
+    x = torch.randn(width, num_in).to(torch.bfloat16)
+
+    def run(linears: list[nn.Module]) -> Callable[[], object]:
+        return lambda: [linear(x) for linear in linears]
+
+    rounds = max(1, 200 // copies)
+    seconds: list[list[float]] = [[], []]
+    with torch.inference_mode():
+        for i in range(repeat + 1):
+            for found, linears in zip(seconds, (plain, packed), strict=True):
+                took = sum(timed(run(linears)) for _ in range(rounds)) / (rounds * copies)
+                if i:  # the first one warms up
+                    found.append(took)
+    return statistics.median(seconds[0]), statistics.median(seconds[1])
+
+
+def show_products(target: Target, repeat: int, console: Console) -> None:
+    shapes = sorted({(m.out_features, m.in_features) for m in target.model.modules() if isinstance(m, nn.Linear)})
+    table = Table("weight", "tokens", "in cache: plain us", "packed us", "ratio", "from memory: plain us", "packed us", "ratio")
+    for shape in shapes:
+        many = max(1, min(64, (400 << 20) // (2 * shape[0] * shape[1])))
+        for width in (1, 8, 16):
+            cells = []
+            for copies in (1, many):
+                plain, packed = product_seconds(shape, width, copies, repeat)
+                cells += [f"{1e6 * plain:.0f}", f"{1e6 * packed:.0f}", f"{plain / packed:.2f}"]
+            table.add_row(f"{shape[0]} x {shape[1]}", str(width), *cells)
+    console.print(table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="smollm2")
@@ -94,9 +136,13 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 1024, 4096])
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--products", action="store_true", help="time products alone")
     args = parser.parse_args()
     console = Console()
     target = Target.load(args.target, dtype=args.dtype)
+    if args.products:
+        show_products(target, args.repeat, console)
+        return
     model = transformers.AutoModelForCausalLM.from_pretrained(
         locate_target(args.target), dtype=target.dtype, attn_implementation="sdpa"
     ).eval()

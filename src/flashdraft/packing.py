@@ -2,8 +2,9 @@
 
 AMX and AVX512-BF16 multiply pairs of rows. torch keeps a Linear's weight in plain rows and re-arranges it in every
 product, which for the few tokens of a decoding step takes longer than the product. Here each weight is re-arranged
-once, at load, with oneDNN's own function, and given to the kernels that torch's compiler uses. They add up in the same
-order: results are equal to the bit, which is tried out for every shape before it is used.
+once, at load, with oneDNN's own function, and given to the kernels that torch's compiler uses. For the few tokens of a
+decoding step they add up in the same order: results are equal to the bit, which is tried out for every shape before it
+is used. Wider passes may be added up in another order, as torch's own are from one width to another.
 
 The plain weights stay where they are, for whoever reads them; those of a safetensors file in the same precision are
 pages of that file, which the system may drop. Training a network changes its weights every step: only targets and
@@ -21,7 +22,7 @@ from torch import nn
 
 from .host import fast_bf16, memory_bytes
 
-_TRIED = (1, 6, 17)  # tokens of the products that have to agree
+_TRIED = (1, 6, 13, 17, 32)  # tokens of the products that have to agree
 _EXPECTED = 16  # tokens of a pass that the order is asked for; it is one for all numbers of them
 
 

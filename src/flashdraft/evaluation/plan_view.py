@@ -113,3 +113,9 @@ def show_memory(screen: Console, parts: Sequence[Part], context: int, dtype: str
         "computes with on its way, and the framework itself, come on top.",
         soft_wrap=True,
     )
+    if dtype in ("bfloat16", "bf16"):
+        screen.print(
+            "On a CPU with units for bfloat16 most weights are kept twice, if that takes no more than half of the free "
+            "memory; the first copy may be pages of the file, which the system takes back when it needs them.",
+            soft_wrap=True,
+        )
