@@ -98,7 +98,7 @@ def product_seconds(shape: tuple[int, int], width: int, copies: int, repeat: int
     plain = [nn.Linear(num_in, num_out, bias=False, dtype=torch.bfloat16).requires_grad_(False) for _ in range(copies)]
     packed = [packed_linear(linear.weight, None) for linear in plain]
     if not isinstance(packed[0], PackedLinear):
-        raise SystemExit("weights are not packed here: this takes bfloat16 units (AVX512-BF16 or AMX) and free memory.")
+        raise SystemExit("weights are not packed here: this takes bfloat16 units (AVX512-BF16 or AMX) and memory.")
     x = torch.randn(width, num_in).to(torch.bfloat16)
 
     def run(linears: list[nn.Module]) -> Callable[[], object]:
@@ -117,7 +117,9 @@ def product_seconds(shape: tuple[int, int], width: int, copies: int, repeat: int
 
 def show_products(target: Target, repeat: int, console: Console) -> None:
     shapes = sorted({(m.out_features, m.in_features) for m in target.model.modules() if isinstance(m, nn.Linear)})
-    table = Table("weight", "tokens", "in cache: plain us", "packed us", "ratio", "from memory: plain us", "packed us", "ratio")
+    table = Table(
+        "weight", "tokens", "in cache: plain us", "packed us", "ratio", "from memory: plain us", "packed us", "ratio"
+    )
     for shape in shapes:
         many = max(1, min(64, (400 << 20) // (2 * shape[0] * shape[1])))
         for width in (1, 8, 16):

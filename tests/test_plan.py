@@ -175,7 +175,9 @@ def test_memory_of_a_draft(folder: Path, target: Target, tmp_path: Path) -> None
     assert result.exit_code == 0, result.stderr
     assert "256 B" in result.stdout and "in all" in result.stdout and "2 row(s) of 200 tokens" in result.stdout
     assert "kept twice" not in result.stdout
-    assert "kept twice" in run("--memory", "--target", str(tmp_path / "target" / "config.json"), "--dtype", "bf16").stdout
+    assert (
+        "kept twice" in run("--memory", "--target", str(tmp_path / "target" / "config.json"), "--dtype", "bf16").stdout
+    )
     small = memory.parts(
         str(tmp_path / "target"), str(tmp_path / "target"), "draft_model", context=9, rows=1, dtype="bf16"
     )

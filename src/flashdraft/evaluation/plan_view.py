@@ -115,7 +115,7 @@ def show_memory(screen: Console, parts: Sequence[Part], context: int, dtype: str
     )
     if dtype in ("bfloat16", "bf16"):
         screen.print(
-            "On a CPU with units for bfloat16 most weights are kept twice, if that takes no more than half of the free "
+            "On a CPU with units for bfloat16 most weights are kept twice, if the second copy takes at most a third of the "
             "memory; the first copy may be pages of the file, which the system takes back when it needs them.",
             soft_wrap=True,
         )
