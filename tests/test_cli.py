@@ -204,7 +204,7 @@ def test_other_commands_take_the_options(
     done = call("demo", "--prompts", tmp_path / "prompts.json", "--max-tokens", 6, "--repeat", 1, *tree)
     assert done.code == 0 and "guesses up to 4 tokens a round" in done.out
     seen: list[Any] = []
-    monkeypatch.setattr(bench, "run_bench", lambda config, *rest: (seen.append(config.arms()), 1 / 0))
+    monkeypatch.setattr(bench, "run_bench", lambda config, *rest, **more: (seen.append(config.arms()), 1 / 0))
     monkeypatch.setattr(regenerate, "run_regenerate", lambda options, console: seen.append(options))
     call("bench", *tree)
     call("bench", "--drafter-option", "max_ngram=4")
