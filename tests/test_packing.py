@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from bed import CONFIGS, make_model, random_network
-from cli_bed import save_draft, save_target
+from cli_bed import load_script, save_draft, save_target
 from flashdraft import packing
 from flashdraft.drafters.dflash import DFlashDrafter
 from flashdraft.packing import PackedLinear, pack, packed_linear
@@ -182,3 +182,13 @@ def test_a_weight_of_no_module() -> None:
     for b in (bias, None):
         with torch.inference_mode():
             assert torch.equal(packed_linear(weight, b)(x), F.linear(x, weight, b))
+
+
+def test_speed_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """scripts/speed.py --products: both kinds are timed where there are two, else it says so."""
+    script = load_script("speed")
+    if packing._has_units():
+        assert min(script.product_seconds((16, 24), 2, 3, 1)) > 0
+    monkeypatch.setattr(packing, "_has_units", lambda: False)
+    with pytest.raises(SystemExit, match="weights are not packed here"):
+        script.product_seconds((16, 24), 2, 3, 1)
