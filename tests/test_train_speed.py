@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from cli_bed import load_script, save_target
+from flashdraft.packing import pack
 
 
 @pytest.fixture(scope="module")
@@ -44,3 +47,15 @@ def test_shares_and_rates(script: Any, tmp_path: Path, capsys: Any) -> None:
 def test_wrong_configuration_is_one_sentence(script: Any, tmp_path: Path, capsys: Any) -> None:
     assert script.main([str(tmp_path / "none.yaml")]) == 2
     assert re.fullmatch(r"error: .*none\.yaml.*\n", capsys.readouterr().err)
+
+
+def test_packed_products_are_counted_like_others(script: Any) -> None:
+    """torch's counter does not know their kernel."""
+    linear = nn.Linear(32, 48, dtype=torch.bfloat16).requires_grad_(False)
+    found = []
+    for _ in range(2):
+        with torch.inference_mode(), FlopCounterMode(display=False, custom_mapping=script.packed_products()) as counter:
+            linear(torch.zeros(2, 5, 32, dtype=torch.bfloat16))
+        found.append(counter.get_total_flops())
+        pack(linear)
+    assert found == [2 * 10 * 32 * 48] * 2
