@@ -85,6 +85,21 @@ def test_a_changed_weight_is_followed() -> None:
 
 
 @needs_units
+def test_no_weight_comes_to_lie_where_the_packed_one_lay() -> None:
+    """It would be taken for it."""
+    made, _ = packed()
+    weight = torch.randn(40, 24).to(torch.bfloat16)
+    address = weight.data_ptr()
+    made.weight.data = weight
+    with torch.inference_mode():
+        made(torch.zeros(1, 24, dtype=torch.bfloat16))
+    made.weight.data = torch.zeros(1, 1, dtype=torch.bfloat16)
+    del weight
+    others = [torch.empty(40, 24, dtype=torch.bfloat16) for _ in range(40)]
+    assert address not in [other.data_ptr() for other in others]
+
+
+@needs_units
 def test_what_else_is_done_with_a_model() -> None:
     """Its state, copies of it, and gradients are those of a Linear."""
     made, other = packed()

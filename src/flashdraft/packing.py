@@ -31,6 +31,7 @@ class PackedWeight:
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.key = _key(weight)
+        self._plain = weight.detach()  # while it lives, no other weight comes to lie at its address
         self.tensor: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _EXPECTED)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -41,7 +42,8 @@ class PackedWeight:
 
 
 class PackedLinear(nn.Linear):
-    """A Linear whose products read the packed copy. `weight` is as it was, and may be changed: the copy follows."""
+    """A Linear whose products read the packed copy. `weight` is as it was, and may be changed: the copy follows, but
+    for what is written into `weight.data`, which torch does not count."""
 
     _packed: PackedWeight | None = None
 
